@@ -57,20 +57,15 @@ def lint_source(
     found: set[Finding] = set()
     try:
         if lint_api.is_beta_1(tree):
-            described, names = beta_1(), Names(tree, "neuronxcc.")
-            groups = [(names.nodes, lint_api.BETA_1_RULES)]
+            names = Names(tree, "neuronxcc.")
+            for node in names.nodes:
+                found.update(lint_api.of_names(node, names, beta_1()))
         else:
             names = Names(tree)
-            groups = [
-                (names.nodes, lint_api.RULES),
-                (names.kernel_nodes, lint_kernels.RULES),
-                (names.kernel_nodes, lint_kernels.subset_rules(described)),
-            ]
+            for node in names.nodes:
+                found.update(lint_api.of_names(node, names, described))
+                found.update(lint_api.of_values(node, names, described))
             found.update(lint_kernels.of_the_kernels(names, described))
-        for nodes, rules in groups:
-            for node in nodes:
-                for rule in rules.get(type(node), ()):
-                    found.update(rule(node, names, described))
     except RecursionError:
         return (_TOO_DEEP,)
     return tuple(sorted(found))

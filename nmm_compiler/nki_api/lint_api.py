@@ -1,16 +1,14 @@
 """The rules about the NKI API: names must exist, and calls must fit their signatures.
 
-A rule is a generator of findings at a node; RULES lists those for each kind of node. Files of NKI
-Beta 1 (`import neuronxcc.nki`) have those for names and positions; their stubs end in `**kwargs`,
-so that an unknown keyword is a warning (W117) there.
+Files of NKI Beta 1 (`import neuronxcc.nki`) have the rules for names and positions alone; their
+stubs end in `**kwargs`, so that an unknown keyword is a warning (W117) there.
 """
 
 from __future__ import annotations
 
 import ast
 import dataclasses
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 from nmm_compiler.errors import closest
 from nmm_compiler.nki_api import table
@@ -40,11 +38,6 @@ class Finding:
         return f"{self.line}:{self.column} {self.code} {self.message}"
 
 
-Rule = Callable[[Any, Names, Api], Iterator[Finding]]
-Rules = dict[type[ast.AST], tuple[Rule, ...]]
-"""The rules for each kind of node."""
-
-
 def at(node: ast.AST, code: str, message: str) -> Finding:
     """Return a finding at the place of a syntax node; code: without NKI-."""
     line, column = getattr(node, "lineno", 1), getattr(node, "col_offset", 0)
@@ -61,12 +54,35 @@ def arguments(node: ast.Call, function: Function) -> dict[str, ast.expr]:
     return given | {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
 
 
-def _attribute(node: ast.Attribute, names: Names, api: Api) -> Iterator[Finding]:
-    """E101 unknown, E102 too young, E103 removed, W104 deprecated names of nki; W106."""
-    yield from _member(node, names.resolve(node.value) or "", node.attr, api)
+def of_names(node: ast.AST, names: Names, api: Api) -> Iterator[Finding]:
+    """E101 to E104, W106: names of nki; E111 to E115, E117, W117: arguments of calls."""
+    match node:
+        case ast.Attribute():
+            yield from _member(node, names.resolve(node.value) or "", node.attr, api)
+        case ast.Call():
+            function = api.functions.get(names.resolve(node.func) or "")
+            if function is not None:
+                for keyword in node.keywords:
+                    if keyword.arg is not None and keyword.arg not in function.parameters:
+                        yield _unknown_argument(keyword, keyword.arg, function, api)
+                yield from _positions(node, function)
 
 
-def _import(node: ast.Import | ast.ImportFrom, names: Names, api: Api) -> Iterator[Finding]:
+def of_values(node: ast.AST, names: Names, api: Api) -> Iterator[Finding]:
+    """E115, E116, E118, W115, W116: values of arguments; what is imported."""
+    match node:
+        case ast.Import() | ast.ImportFrom():
+            yield from _import(node, api)
+        case ast.Call():
+            path = names.resolve(node.func) or ""
+            if path == "nki.jit":
+                yield from _jit(node)
+            function = api.functions.get(path)
+            if function is not None:
+                yield from _values(node, path, arguments(node, function))
+
+
+def _import(node: ast.Import | ast.ImportFrom, api: Api) -> Iterator[Finding]:
     """The names of an import from nki; W105 for a star; E211, W211 for one of neuronxcc."""
     modules = [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom):
@@ -106,25 +122,7 @@ def _member(node: ast.AST, owner: str, name: str, api: Api) -> Iterator[Finding]
         yield at(node, "E101", text)
 
 
-def _call(node: ast.Call, names: Names, api: Api) -> Iterator[Finding]:
-    """E111-E115, E117, W117: arguments of calls."""
-    function = api.functions.get(names.resolve(node.func) or "")
-    if function is not None:
-        for keyword in node.keywords:
-            if keyword.arg is not None and keyword.arg not in function.parameters:
-                yield _unknown_argument(keyword, keyword.arg, function, api)
-        yield from _positions(node, function)
-
-
-def _values(node: ast.Call, names: Names, api: Api) -> Iterator[Finding]:
-    """E115, E116, W115, W116: values of arguments; E118: functions no device has."""
-    path = names.resolve(node.func) or ""
-    if path == "nki.jit":
-        yield from _jit(node)
-    function = api.functions.get(path)
-    if function is None:
-        return
-    given = arguments(node, function)
+def _values(node: ast.Call, path: str, given: dict[str, ast.expr]) -> Iterator[Finding]:
     for parameter, value in given.items():
         yield from _member_argument(parameter, value)
     if path in table.NOT_ON_DEVICE:
@@ -189,17 +187,6 @@ def _member_argument(parameter: str, value: ast.expr) -> Iterator[Finding]:
         yield at(value, code, f"{parameter}={given!r}: name a member of {enum}")
     elif parameter == "buffer" and isinstance(given, str):
         yield at(value, "E116", f"buffer={given!r}: pass the object, nl.{given}")
-
-
-BETA_1_RULES: Rules = {ast.Attribute: (_attribute,), ast.Call: (_call,)}
-"""The rules for each kind of node of a file of NKI Beta 1."""
-RULES: Rules = {
-    ast.Attribute: (_attribute,),
-    ast.Import: (_import,),
-    ast.ImportFrom: (_import,),
-    ast.Call: (_call, _values),
-}
-"""The rules for each kind of node of any other file."""
 
 
 def is_beta_1(tree: ast.Module) -> bool:

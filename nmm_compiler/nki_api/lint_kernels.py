@@ -1,7 +1,7 @@
 """The rules about kernel code: Python, loops on the device, and tiles that are known by name.
 
 Up to NKI 0.6 the compiler reads the kernel's source itself and knows a subset of Python; 0.7
-traces real Python, so that the rules of `subset_rules` end there. Sources: the NKI language guide,
+traces real Python, so that the rules of `of_the_subset` end there. Sources: the NKI language guide,
 the NKI 0.3.0 update guide ("Language restrictions"), the 0.6.0 migration guide (rules for loops on
 the device) and the announcement of the 0.7.0 change. A name that is only ever assigned from an
 allocation (`nl.ndarray`, ...) has a memory and perhaps a dtype and a partition count; a view of it
@@ -12,6 +12,7 @@ depends on shapes or values is the simulator's work.
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -19,22 +20,26 @@ from typing import NamedTuple
 from nmm_compiler.nki_api import table
 from nmm_compiler.nki_api.api import Api, before
 from nmm_compiler.nki_api.api import api as documented
-from nmm_compiler.nki_api.lint_api import Finding, Rules, arguments, at
-from nmm_compiler.nki_api.lint_names import FunctionNode, Names, is_read
+from nmm_compiler.nki_api.lint_api import Finding, arguments, at
+from nmm_compiler.nki_api.lint_names import FunctionNode, Names, called_in, in_order
 from nmm_compiler.simulator.isa.names import INSTRUCTIONS
+from nmm_compiler.simulator.isa.operands import DMA_MEMORIES
 
 # Evaluated at compile time on plain numbers and types, and so usable inside a kernel.
 _HARMLESS = {"typing", "typing_extensions", "dataclasses", "enum", "math", "collections", "abc"}
 _FOREIGN = (sys.stdlib_module_names - _HARMLESS) | {
     *("numpy", "torch", "jax", "jaxlib", "scipy", "ml_dtypes", "pandas", "tensorflow"),
 }
-_BASES = ("nki.language.NKIObject", "enum.Enum", "enum.IntEnum")
+_BASES = (["nki.language.NKIObject"], ["enum.Enum"], ["enum.IntEnum"])
 _GENERATORS = "generators and coroutines are not in the NKI language; write a loop over a list"
 _UNUSUAL = "{} is not described by the NKI language guide before 0.7; a loop or a named function is"
 _SYNTAX: dict[type[ast.AST], tuple[str, str]] = {
     **dict.fromkeys((ast.Try, ast.TryStar), (
         "E203", "try is not in the NKI language; test the condition before")),
-    **dict.fromkeys((ast.Yield, ast.YieldFrom, ast.Await, ast.GeneratorExp), ("E205", _GENERATORS)),
+    **dict.fromkeys(
+        (ast.Yield, ast.YieldFrom, ast.Await, ast.GeneratorExp, ast.AsyncFunctionDef),
+        ("E205", _GENERATORS),
+    ),
     ast.ListComp: ("W206", _UNUSUAL.format("a list comprehension")),
     ast.SetComp: ("W206", _UNUSUAL.format("a set comprehension")),
     ast.DictComp: ("W206", _UNUSUAL.format("a dict comprehension")),
@@ -52,7 +57,12 @@ _ALLOCATORS = {f"nki.language.{n}" for n in ("ndarray", "zeros", "ones", "full",
 _VIEWS = {*table.TENSOR_METHODS_ADDED, "reshape", "ap", "view"}
 _INTEGERS = {f"nki.language.{n}" for n in ("int8", "int16", "int32", "uint8", "uint16", "uint32")}
 _PARTITIONS = 128  # SBUF and PSUM of every generation have 128 partitions
-Loop = ast.For | ast.FunctionDef
+_MEMORIES: dict[str, dict[str, tuple[str, ...]]] = {
+    **{f"nki.isa.{op}": issue.row.roles for op, issue in INSTRUCTIONS.items()
+       if not issue.row.waits},
+    "nki.language.store": {"value": DMA_MEMORIES},
+}  # fmt: skip
+"""Where the operands of a function may lie."""
 
 
 def _given(node: ast.Call, path: str) -> dict[str, ast.expr]:
@@ -63,53 +73,40 @@ def _given(node: ast.Call, path: str) -> dict[str, ast.expr]:
 # Python that the compilers before 0.7 do not read
 
 
-def _syntax(node: ast.AST, names: Names, api: Api) -> Iterator[Finding]:
-    yield at(node, *_SYNTAX[type(node)])
+def of_the_subset(node: ast.AST, names: Names) -> Iterator[Finding]:
+    """E201 to E208, E210, E214, W206: what the compilers before 0.7 do not read."""
+    if type(node) in _SYNTAX:
+        yield at(node, *_SYNTAX[type(node)])
+    match node:
+        case ast.Compare():
+            for op, value in zip(node.ops, node.comparators, strict=True):
+                if isinstance(op, (ast.Is, ast.IsNot)):
+                    wrong, right = ("is", "==") if isinstance(op, ast.Is) else ("is not", "!=")
+                    text = f"{wrong!r} is not in the NKI language; use {right!r}"
+                    yield at(value, "E201", text)
+        case ast.FunctionDef(args=ast.arguments(kwonlyargs=[first, *_])):
+            text = f"keyword-only parameters ('*' before {first.arg!r}) are refused; drop the '*'"
+            yield at(first, "E202", text)
+        case ast.withitem(held):
+            if names.resolve(called_in(held)) != "nki.language.no_reorder":
+                text = "only nl.no_reorder() can be held by 'with' inside a kernel"
+                yield at(held, "E204", text)
+        case ast.ClassDef():
+            if [names.resolve(base) for base in node.bases] not in _BASES:
+                shown = ", ".join(map(ast.unparse, node.bases)) or "nothing"
+                text = f"{node.name} inherits {shown}; it must inherit NKIObject alone, or Enum"
+                yield at(node, "E207", f"class {text}")
+        case ast.Dict():
+            for key in node.keys:
+                if isinstance(key, ast.Constant) and not isinstance(key.value, str):
+                    text = f"dict keys are strings inside a kernel, not {key.value!r}"
+                    yield at(key, "E214", text)
+        case ast.Name(ctx=ast.Load()):
+            yield from _foreign_name(node, names)
 
 
-def _compare(node: ast.Compare, names: Names, api: Api) -> Iterator[Finding]:
-    for op, value in zip(node.ops, node.comparators, strict=True):
-        if isinstance(op, (ast.Is, ast.IsNot)):
-            wrong, right = ("is", "==") if isinstance(op, ast.Is) else ("is not", "!=")
-            yield at(value, "E201", f"{wrong!r} is not in the NKI language; use {right!r}")
-
-
-def _with(node: ast.With | ast.AsyncWith, names: Names, api: Api) -> Iterator[Finding]:
-    for item in node.items:
-        held = item.context_expr
-        called = held.func if isinstance(held, ast.Call) else held
-        if names.resolve(called) != "nki.language.no_reorder":
-            text = "only nl.no_reorder() can be held by 'with' inside a kernel"
-            yield at(held, "E204", text)
-
-
-def _dict(node: ast.Dict, names: Names, api: Api) -> Iterator[Finding]:
-    for key in node.keys:
-        if isinstance(key, ast.Constant) and not isinstance(key.value, str):
-            text = f"dict keys are strings inside a kernel, not {key.value!r}"
-            yield at(key, "E214", text)
-
-
-def _function(node: FunctionNode, names: Names, api: Api) -> Iterator[Finding]:
-    if isinstance(node, ast.AsyncFunctionDef):
-        yield at(node, "E205", _GENERATORS)
-    for first in node.args.kwonlyargs[:1]:
-        text = f"keyword-only parameters ('*' before {first.arg!r}) are refused; drop the '*'"
-        yield at(first, "E202", text)
-
-
-def _class(node: ast.ClassDef, names: Names, api: Api) -> Iterator[Finding]:
-    bases = [names.resolve(base) for base in node.bases]
-    if len(bases) != 1 or bases[0] not in _BASES:
-        shown = ", ".join(ast.unparse(base) for base in node.bases) or "nothing"
-        text = f"class {node.name} inherits {shown}; it must inherit NKIObject alone, or Enum"
-        yield at(node, "E207", text)
-
-
-def _foreign_name(node: ast.Name, names: Names, api: Api) -> Iterator[Finding]:
+def _foreign_name(node: ast.Name, names: Names) -> Iterator[Finding]:
     """E210: a module that no kernel has; E208: another kernel."""
-    if not is_read(node):
-        return
     path = names.resolve(node) or ""
     if path.partition(".")[0] in _FOREIGN:
         text = f"{path} cannot be used inside a kernel; use nki.language, or pass the value in"
@@ -128,54 +125,59 @@ def _lists(names: Names) -> Iterator[Finding]:
         if isinstance(node, ast.Call):
             called = node.func.value if isinstance(node.func, ast.Subscript) else node.func
             if names.definition(called) in names.kernels:
-                given += [("pass", value) for value in node.args]
-                given += [("pass", keyword.value) for keyword in node.keywords]
+                passed = [*node.args, *(keyword.value for keyword in node.keywords)]
+                given += [("pass", value) for value in passed]
     for verb, value in given:
         if isinstance(value, ast.List):
             text = f"kernel arguments cannot be lists; {verb} the tuple for {ast.unparse(value)}"
             yield at(value, "E209", text)
 
 
-_SUBSET: Rules = {
-    **dict.fromkeys(_SYNTAX, (_syntax,)),
-    ast.Compare: (_compare,),
-    ast.With: (_with,),
-    ast.AsyncWith: (_with,),
-    ast.Dict: (_dict,),
-    ast.FunctionDef: (_function,),
-    ast.AsyncFunctionDef: (_function,),
-    ast.ClassDef: (_class,),
-    ast.Name: (_foreign_name,),
-}
+# Rules of every version
 
 
-def subset_rules(api: Api) -> Rules:
-    """Return the rules about Python that the compiler of a version does not read."""
-    return _SUBSET if before(api.version, "0.7") else {}
-
-
-def _global(node: ast.Global, names: Names, api: Api) -> Iterator[Finding]:
-    text = (
-        f"global {', '.join(node.names)}: compiled kernels are cached by their arguments, "
-        "so a kernel must not depend on or change outer state"
-    )
-    yield at(node, "E212", text)
-
-
-def _undefined(node: ast.Name, names: Names, api: Api) -> Iterator[Finding]:
-    if is_read(node) and names.undefined(node):
-        yield at(node, "E301", f"{node.id} is not defined in this file")
+def of_kernel_code(node: ast.AST, names: Names, api: Api) -> Iterator[Finding]:
+    """E212, E301, and the rules for loops on the device, methods and tiles."""
+    match node:
+        case ast.Global():
+            text = (
+                f"global {', '.join(node.names)}: compiled kernels are cached by their arguments, "
+                "so a kernel must not depend on or change outer state"
+            )
+            yield at(node, "E212", text)
+        case ast.Name(ctx=ast.Load()):
+            if names.undefined(node):
+                yield at(node, "E301", f"{node.id} is not defined in this file")
+        case ast.For():
+            if names.calls(node.iter, "nki.language.dynamic_range"):
+                yield from _carried(node, names)
+        case ast.While():
+            if _is_register(node.test, names) and not before(api.version, "0.6"):
+                code, word = ("E215", "removed in NKI 0.7")
+                if before(api.version, "0.7"):
+                    code, word = ("W215", "deprecated since NKI 0.6")
+                text = f"'while' on a register is {word}; use nl.while_loop(init, body)"
+                yield at(node, code, text)
+        case ast.Call():
+            path = names.resolve(node.func)
+            if path is None:
+                yield from _method(node, names, api)
+            elif path in ("nki.language.fori_loop", "nki.language.while_loop"):
+                yield from _device_loop(node, path, names, api)
+            elif path in _ALLOCATORS:
+                yield from _partitions(node, path, names)
+            elif path in _MEMORIES:
+                yield from _operands(node, path, names)
 
 
 def _method(node: ast.Call, names: Names, api: Api) -> Iterator[Finding]:
     """E102: methods of tensors that are younger than the version.
 
-    Types are not known here, so a method of that name in a class of the file, or a function of an
-    imported module, gives no finding.
+    Types are not known here, so a method of that name in a class of the file gives no finding.
     """
     name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
     since = table.TENSOR_METHODS_ADDED.get(name, "0.3")
-    if before(api.version, since) and not names.resolve(node.func):
+    if before(api.version, since):
         classes = (kind for kind in names.nodes if isinstance(kind, ast.ClassDef))
         own = {m.name for kind in classes for m in kind.body if isinstance(m, ast.FunctionDef)}
         if name not in own:
@@ -186,44 +188,35 @@ def _method(node: ast.Call, names: Names, api: Api) -> Iterator[Finding]:
 # Loops on the device
 
 
-def _for(node: ast.For, names: Names, api: Api) -> Iterator[Finding]:
-    if names.calls(node.iter, "nki.language.dynamic_range"):
-        yield from _carried(node, names, None)
-
-
-def _while(node: ast.While, names: Names, api: Api) -> Iterator[Finding]:
-    if _is_register(node.test, names) and not before(api.version, "0.6"):
-        code = "W215" if before(api.version, "0.7") else "E215"
-        word = "deprecated since NKI 0.6" if code == "W215" else "removed in NKI 0.7"
-        yield at(node, code, f"'while' on a register is {word}; use nl.while_loop(init, body)")
-
-
 def _is_register(node: ast.expr | None, names: Names) -> bool:
     made = [node, *(binding.value for binding in names.bindings(node))]
     return any(names.calls(value, "nki.isa.register_alloc") for value in made)
 
 
-def _device_loop(node: ast.Call, names: Names, api: Api) -> Iterator[Finding]:
+def _device_loop(node: ast.Call, path: str, names: Names, api: Api) -> Iterator[Finding]:
     """E216-E221: fori_loop and while_loop."""
-    path = names.resolve(node.func) or ""
     loop = path.removeprefix("nki.language.")
-    if loop == path or loop not in ("fori_loop", "while_loop"):
-        return
     for around in names.above(node):
         for item in around.items if isinstance(around, ast.With) else ():
             if names.calls(item.context_expr, "nki.language.no_reorder"):
                 yield at(node, "E216", f"nl.{loop} cannot stand inside nl.no_reorder()")
     given = _given(node, path)
     step = given.get("step")
-    if step is not None and _literal(step) < 1:
+    if step is not None and re.fullmatch(r"0|-\d+", ast.unparse(step)):
         yield at(step, "E218", f"the step of nl.{loop} must be a positive whole number")
     body = names.definition(given.get("body_fun"))
     registers = any(_is_register(given.get(bound), names) for bound in ("lower", "upper"))
     if loop == "fori_loop" and not before(api.version, "0.7") and not registers:
-        yield from _stored_variable(node, body, names)
+        code = (inner for function in names.reached([body]) for inner in ast.walk(function))
+        if any(names.calls(inner, "nki.isa.register_store") for inner in code):
+            text = (
+                "the variable of nl.fori_loop is no register in NKI 0.7 unless a bound is one, "
+                "and nisa.register_store takes registers; pass a bound as nisa.register_alloc(n)"
+            )
+            yield at(node, "E220", text)
     if not isinstance(body, ast.FunctionDef):
         return
-    yield from _carried(body, names, body)
+    yield from _carried(body, names)
     returned = [r for r in _own_returns(body) if r.value is not None]
     if loop == "fori_loop":
         for statement in returned:
@@ -235,38 +228,22 @@ def _device_loop(node: ast.Call, names: Names, api: Api) -> Iterator[Finding]:
         yield at(body, "E217", text)
 
 
-def _stored_variable(node: ast.Call, body: ast.AST | None, names: Names) -> Iterator[Finding]:
-    """E220: from 0.7 the variable is a register if a bound is one, else an NkiScalar."""
-    todo, seen = [body], list[ast.AST]()
-    while todo:  # the body and the functions of the file that it calls
-        function = todo.pop()
-        if not isinstance(function, ast.FunctionDef) or function in seen:
-            continue
-        seen.append(function)
-        calls = [call for call in ast.walk(function) if isinstance(call, ast.Call)]
-        if any(names.calls(call, "nki.isa.register_store") for call in calls):
-            text = (
-                "the variable of nl.fori_loop is no register in NKI 0.7 unless a bound is one, "
-                "and nisa.register_store takes registers; pass a bound as nisa.register_alloc(n)"
-            )
-            yield at(node, "E220", text)
-            return
-        todo += [names.definition(call.func) for call in calls]
-
-
-def _carried(loop: Loop, names: Names, body: ast.FunctionDef | None) -> Iterator[Finding]:
+def _carried(loop: ast.For | ast.FunctionDef, names: Names) -> Iterator[Finding]:
     """E221: a Python value that one turn of a loop on the device leaves to the next.
 
-    body: the function that is the loop's body, whose own names end with each turn.
+    loop: it, or the function that is its body, whose own names end with each turn.
     """
     first: dict[str, ast.AST] = {}
     written: dict[str, ast.AST] = {}
     changed: dict[ast.AST, str] = {}
-    for node in (n for statement in loop.body for n in _in_order(statement)):
-        if isinstance(node, ast.Name):
-            first.setdefault(node.id, node)
-            if isinstance(node.ctx, ast.Store):
-                written.setdefault(node.id, node)
+    for node in (n for statement in loop.body for n in in_order(statement)):
+        match node:
+            case ast.Name(name):
+                first.setdefault(name, node)
+                if isinstance(node.ctx, ast.Store):
+                    written.setdefault(name, node)
+            case ast.AugAssign(ast.Name(name) as target) if first[name] is target:
+                first[name] = node  # it is read before it is written
         kept = _changed_collection(node)
         made = [binding.value for binding in names.bindings(kept)]
         if isinstance(kept, ast.Name) and any(
@@ -274,8 +251,7 @@ def _carried(loop: Loop, names: Names, body: ast.FunctionDef | None) -> Iterator
         ):
             changed[kept] = kept.id
     for name, node in written.items():
-        inner = None if body is None else names.scope_of[node]
-        own = inner is not None and name not in inner.outward
+        own = isinstance(loop, ast.FunctionDef) and name not in names.scope_of[node].outward
         if not own and first[name] is not node:
             changed[node] = name
     for node, name in changed.items():
@@ -284,20 +260,6 @@ def _carried(loop: Loop, names: Names, body: ast.FunctionDef | None) -> Iterator
             "traced once; keep it in a register or a tile, or unroll with a Python for loop"
         )
         yield at(node, "E221", text)
-
-
-def _in_order(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield a statement's nodes as they are evaluated: values before what is assigned."""
-    if isinstance(node, (ast.FunctionDef, ast.Lambda, ast.ClassDef)):
-        return
-    if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
-        yield ast.copy_location(ast.Name(node.target.id, ast.Load()), node.target)
-    children = list(ast.iter_child_nodes(node))
-    if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
-        children.sort(key=lambda child: child is not node.value)
-    for child in children:
-        yield from _in_order(child)
-    yield node
 
 
 def _changed_collection(node: ast.AST) -> ast.expr | None:
@@ -320,17 +282,8 @@ def _loop_variable(body: ast.FunctionDef) -> Iterator[Finding]:
             yield at(node, "E219", text)
 
 
-def _literal(node: ast.expr) -> int:
-    """Return an integer that is written out; 1 for anything else."""
-    try:
-        value = ast.literal_eval(node)
-    except ValueError:
-        return 1
-    return value if isinstance(value, int) else 1
-
-
 def _own_returns(function: FunctionNode) -> list[ast.Return]:
-    inside = (node for statement in function.body for node in _in_order(statement))
+    inside = (node for statement in function.body for node in in_order(statement))
     return [node for node in inside if isinstance(node, ast.Return)]
 
 
@@ -370,28 +323,18 @@ def _allocation(node: ast.expr | None, names: Names) -> Tile:
     return Tile(memory, names.resolve(given["dtype"]) if "dtype" in given else None)
 
 
-def _operands(node: ast.Call, names: Names, api: Api) -> Iterator[Finding]:
-    """E303-E307: memories of operands, numbers for memset, partitions of an allocation."""
-    path = names.resolve(node.func) or ""
-    if path in _ALLOCATORS:
-        yield from _partitions(node, _given(node, path).get("shape"), names)
-    instruction = INSTRUCTIONS.get(path.removeprefix("nki.isa."))
-    if path == "nki.language.store":
-        value = _given(node, path).get("value")
-        if value is not None and _tile_of(value, names).memory == "psum":
-            text = "nl.store cannot read PSUM; copy the tile to SBUF with nisa.tensor_copy first"
-            yield at(value, "E305", text)
-    if instruction is None or not path.startswith("nki.isa.") or instruction.row.waits:
-        return
-    op, given = instruction.row.op, _given(node, path)
-    for role, memories in instruction.row.roles.items():
+def _operands(node: ast.Call, path: str, names: Names) -> Iterator[Finding]:
+    """E303, E304, E306: memories of operands, numbers for memset."""
+    op, given = path.rpartition(".")[2], _given(node, path)
+    for role, memories in _MEMORIES[path].items():
         memory = _tile_of(given.get(role), names).memory
         if memory is not None and memory.rpartition("_")[2] not in memories:
+            by_dma = op.startswith(("dma_", "store"))
             wanted = " or ".join(known.upper() for known in memories)
             text = f"{role} of {op} must be in {wanted}, not {memory}"
-            if memory == "psum" and op.startswith("dma_"):
+            if by_dma and memory == "psum":
                 text = f"{op} cannot reach PSUM ({role}); go through SBUF with tensor_copy"
-            yield at(given[role], "E303" if op.startswith("dma_") else "E306", text)
+            yield at(given[role], "E303" if by_dma else "E306", text)
     value = given.get("value") if op == "memset" else None
     real = isinstance(value, ast.Constant) and isinstance(value.value, float)
     if value is not None and real and _tile_of(given.get("dst"), names).dtype in _INTEGERS:
@@ -399,12 +342,14 @@ def _operands(node: ast.Call, names: Names, api: Api) -> Iterator[Finding]:
         yield at(value, "E304", text)
 
 
-def _partitions(node: ast.Call, shape: ast.expr | None, names: Names) -> Iterator[Finding]:
-    memory = _allocation(node, names).memory
-    first = shape.elts[0] if isinstance(shape, ast.Tuple) and shape.elts else None
-    size = first.value if isinstance(first, ast.Constant) else None
-    if memory in ("sbuf", "psum") and isinstance(size, int) and size > _PARTITIONS:
-        yield at(first or node, "E307", f"{size} partitions in {memory}, which has {_PARTITIONS}")
+def _partitions(node: ast.Call, path: str, names: Names) -> Iterator[Finding]:
+    """E307: more partitions than there are."""
+    memory, shape = _allocation(node, names).memory, _given(node, path).get("shape")
+    match shape:
+        case ast.Tuple([ast.Constant(int(size)) as first, *_]):
+            if memory in ("sbuf", "psum") and size > _PARTITIONS:
+                text = f"{size} partitions in {memory}, which has {_PARTITIONS}"
+                yield at(first, "E307", text)
 
 
 def _outputs(names: Names) -> Iterator[Finding]:
@@ -421,17 +366,12 @@ def _outputs(names: Names) -> Iterator[Finding]:
 
 
 def of_the_kernels(names: Names, api: Api) -> Iterator[Finding]:
-    """E209, E302: what a kernel takes and returns."""
-    if before(api.version, "0.7"):
+    """Yield the findings in the kernel code of a file."""
+    subset = before(api.version, "0.7")
+    for node in names.kernel_nodes:
+        yield from of_kernel_code(node, names, api)
+        if subset:
+            yield from of_the_subset(node, names)
+    if subset:
         yield from _lists(names)
     yield from _outputs(names)
-
-
-RULES: Rules = {
-    ast.Name: (_undefined,),
-    ast.Call: (_method, _device_loop, _operands),
-    ast.For: (_for,),
-    ast.While: (_while,),
-    ast.Global: (_global,),
-}
-"""The rules for each kind of node of kernel code, in every version."""

@@ -12,7 +12,8 @@ from __future__ import annotations
 import ast
 import builtins
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import TypeGuard
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -62,12 +63,13 @@ class Names:
         self._walk(tree, Scope(tree, None))
         self.nodes = list(ast.walk(tree))
         self.kernels = self._find_kernels()
-        self.kernel_code = self._find_kernel_code()
+        functions = (node for node in self.nodes if isinstance(node, _FUNCTIONS))
+        self.kernel_code = self.reached([*self.kernels, *filter(self._calls_nki, functions)])
         self.kernel_nodes = [
             node
             for function in self.kernel_code
             if not any(around in self.kernel_code for around in self.above(function))
-            for node in _evaluated(function)
+            for node in in_order(function, nested=True)
         ]
 
     def lookup(self, name: str, scope: Scope) -> list[Binding]:
@@ -127,9 +129,9 @@ class Names:
             node = self.parent[node]
             yield node
 
-    def calls(self, node: ast.AST | None, *paths: str) -> bool:
-        """Return whether a node is a call of one of these full names."""
-        return isinstance(node, ast.Call) and self.resolve(node.func) in paths
+    def calls(self, node: ast.AST | None, path: str) -> TypeGuard[ast.Call]:
+        """Return whether a node is a call of this full name."""
+        return isinstance(node, ast.Call) and self.resolve(node.func) == path
 
     # Building
 
@@ -137,17 +139,9 @@ class Names:
         self.scope_of[node] = scope
         self._bind(node, scope)
         inner = Scope(node, scope) if isinstance(node, _SCOPES) else scope
-        for field, value in ast.iter_fields(node):
-            # decorators, defaults and annotations belong to the scope around a definition
-            where = inner
-            if field in ("decorator_list", "returns", "bases", "keywords"):
-                where = scope
-            elif field in ("defaults", "kw_defaults") or isinstance(node, ast.arg):
-                where = scope.parent or scope
-            for child in value if isinstance(value, list) else [value]:
-                if isinstance(child, ast.AST):
-                    self.parent[child] = node
-                    self._walk(child, where)
+        for child in ast.iter_child_nodes(node):
+            self.parent[child] = node
+            self._walk(child, inner)
 
     def _bind(self, node: ast.AST, scope: Scope) -> None:
         name, bound = None, Binding(node)
@@ -184,23 +178,21 @@ class Names:
         """Return the functions under @nki.jit, called or not, and those that nki.jit is given."""
         kernels: list[ast.AST | None] = []
         for node in self.nodes:
-            for decorator in getattr(node, "decorator_list", ()):
-                made = decorator.func if isinstance(decorator, ast.Call) else decorator
-                kernels += [node] if self.resolve(made) == "nki.jit" else []
-        calls = (node for node in self.nodes if isinstance(node, ast.Call) and node.args)
-        kernels += [self.definition(c.args[0]) for c in calls if self.calls(c, "nki.jit")]
+            made = map(called_in, getattr(node, "decorator_list", ()))
+            if "nki.jit" in map(self.resolve, made):
+                kernels.append(node)
+            elif self.calls(node, "nki.jit") and node.args:
+                kernels.append(self.definition(node.args[0]))
         return [k for k in dict.fromkeys(kernels) if isinstance(k, _FUNCTIONS)]
 
     def _calls_nki(self, function: ast.AST) -> bool:
-        return any(
-            (self.resolve(node.func) or "").startswith(("nki.isa.", "nki.language."))
-            for node in ast.walk(function)
-            if isinstance(node, ast.Call)
-        )
+        calls = (node for node in ast.walk(function) if isinstance(node, ast.Call))
+        paths = (self.resolve(call.func) or "" for call in calls)
+        return any(path.startswith(("nki.isa.", "nki.language.")) for path in paths)
 
-    def _find_kernel_code(self) -> dict[ast.AST, None]:
-        functions = [node for node in self.nodes if isinstance(node, _FUNCTIONS)]
-        todo: list[ast.AST | None] = [*self.kernels, *filter(self._calls_nki, functions)]
+    def reached(self, roots: Iterable[ast.AST | None]) -> dict[ast.AST, None]:
+        """Return functions, and those of the file that they name, and so on."""
+        todo = list(roots)
         seen: dict[ast.AST, None] = {}
         while todo:
             function = todo.pop(0)
@@ -210,15 +202,29 @@ class Names:
         return seen
 
 
+def called_in(node: ast.expr) -> ast.expr:
+    """Return what a call calls; another expression as it is."""
+    return node.func if isinstance(node, ast.Call) else node
+
+
 def is_read(node: ast.AST) -> bool:
     """Return whether a node is a name that is read."""
     return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
 
 
-def _evaluated(node: ast.AST) -> Iterator[ast.AST]:
-    yield node
-    for field, value in ast.iter_fields(node):
+def in_order(node: ast.AST, nested: bool = False) -> Iterator[ast.AST]:
+    """Yield the nodes of a statement as they are evaluated: values before what is assigned.
+
+    Annotations and decorators are left out; so are functions and classes in it, unless nested.
+    """
+    if isinstance(node, (ast.FunctionDef, ast.Lambda, ast.ClassDef)) and not nested:
+        return
+    fields = dict(ast.iter_fields(node))
+    if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
+        fields = {"value": node.value, **fields}
+    for field, value in fields.items():
         if field not in ("decorator_list", "annotation", "returns"):
             for child in value if isinstance(value, list) else [value]:
                 if isinstance(child, ast.AST):
-                    yield from _evaluated(child)
+                    yield from in_order(child, nested)
+    yield node

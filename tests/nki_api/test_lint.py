@@ -98,7 +98,7 @@ STATEMENTS = [
         "t = nl.ndarray((1, 8), nl.int32)\nnisa.memset(t, 2)",
     ),
     (
-        "E305",
+        "E303",
         "t = nl.ndarray((1, 8), nl.float32, nl.psum)\nnl.store(x, t.reshape((1, 2, 4)))",
         "t = nl.ndarray((1, 8), nl.float32)\nnl.store(x, t.reshape((1, 2, 4)))",
     ),
