@@ -48,12 +48,6 @@ Function = Callable[..., Any]
 Grid = tuple[Dimension, ...]
 
 
-def _mutable(annotation: Any) -> bool:
-    if isinstance(annotation, str):
-        return "mutable" in annotation
-    return isinstance(annotation, standins.TensorType) and annotation.mutable
-
-
 def programs(grid: Grid, core: int) -> Iterator[tuple[int, ...]]:
     """Yield the programs of a launch grid that a core runs, in order."""
     for program in itertools.product(*(range(len(d)) for d in grid)):
@@ -78,7 +72,7 @@ def _entry(function: Function, grid: Grid, checked: bool) -> Function:
         given = inspect.signature(function).bind(*args, **kwargs)
         for name, value in given.arguments.items() if checked else ():
             annotation = given.signature.parameters[name].annotation
-            if isinstance(value, NkiTensor) and not _mutable(annotation):
+            if isinstance(value, NkiTensor) and "mutable" not in str(annotation):
                 now.read_only[value.storage.identity] = name
         tensors = _each(lambda v: Tensor.of(v) if isinstance(v, NkiTensor) else v, (args, kwargs))
         returned: Any = None
@@ -146,10 +140,15 @@ class Kernel(standins.JitKernel):
         """Return the kernel with a launch grid, unless it has one or the grid is 1."""
         return self if grid == 1 else self[grid]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run: inline inside a kernel, else a simulation of its own."""
-        if CURRENT.machine is None:
-            return standins.simulate_kernel(self)(*args, **kwargs)
+    @classmethod
+    def of(cls, function: Any, checked: bool = True) -> Kernel:
+        """Return a function, or another kernel's function and grid, as a kernel."""
+        if isinstance(function, Kernel):
+            return cls(function.plain, function.launch, checked=function.checked)
+        return cls(function, checked=checked)
+
+    def inline(self, *args: Any, **kwargs: Any) -> Any:
+        """Run inside a kernel."""
         if self.launch:
             raise fail(
                 UnsupportedInstructionError,
@@ -174,23 +173,11 @@ class Benchmark(Kernel):
         return None
 
 
-def _decorator(made: type[Kernel], checked: bool = True) -> Function:
-    """Return a decorator with or without options; the options are for the device's compiler."""
-
-    def decorate(function: Any = None, **options: Any) -> Any:
-        if function is None:
-            return lambda f: decorate(f)
-        if isinstance(function, Kernel):
-            return made(function.plain, function.launch, checked=function.checked)
-        return made(function, checked=checked)
-
-    return decorate
-
-
-benchmark = _decorator(Benchmark)
-unchecked = _decorator(Kernel, checked=False)
+kernel_of = standins.decorator(Kernel.of)
+benchmark = standins.decorator(Benchmark.of)
+unchecked = standins.decorator(functools.partial(Kernel.of, checked=False))
 _MODES: dict[str, Function] = {
-    **dict.fromkeys(("auto", "jax", "torchxla", "baremetal", "simulation"), _decorator(Kernel)),
+    **dict.fromkeys(("auto", "jax", "torchxla", "baremetal", "simulation"), kernel_of),
     "benchmark": benchmark,
     "trace": unchecked,  # not documented; nki-samples marks functions that kernels call with it
 }
@@ -205,8 +192,7 @@ def jit(function: Any = None, mode: str = "auto", **options: Any) -> Any:
 
 def simulate_kernel(kernel: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a kernel on NumPy arrays; return its outputs."""
-    launched = kernel if isinstance(kernel, Kernel) else Kernel(kernel, checked=False)
-    return standins.simulate_kernel(launched)(*args, **kwargs)
+    return standins.simulate_kernel(Kernel.of(kernel, checked=False))(*args, **kwargs)
 
 
 # Modules
@@ -250,20 +236,13 @@ class Placeholder:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        full = f"{self._name}.{name}"
-        return NKI_JIT.get(full) or Placeholder(full)
+        return unchecked if name == "nki_jit" else Placeholder(f"{self._name}.{name}")
 
     def __getitem__(self, key: Any) -> Any:
         return self
 
     def __mro_entries__(self, bases: Any) -> tuple[type, ...]:
         return (object,)
-
-
-NKI_JIT = {
-    "torch_neuronx.nki_jit": unchecked,
-    "torch_neuronx.xla_impl.ops.nki_jit": unchecked,
-}
 
 
 def _tile_number(index: tuple[int, ...], tiles: Any) -> int:
@@ -304,12 +283,9 @@ def _allocators(region: MemoryRegion) -> dict[str, Any]:
     }
 
 
-def _unchanged(function: Any = None, **options: Any) -> Any:
-    """Return the kernel; the option is for the compiler's own passes."""
-    return (lambda f: f) if function is None else function
-
-
-_NAMES: dict[str, dict[str, Any]] = {
+_unchanged = standins.decorator(lambda kernel: kernel)
+"""An option for the compiler's own passes."""
+MODULES = standins.modules_of({
     "neuronxcc": {},
     "neuronxcc.nki": {
         "jit": jit, "trace": unchecked, "benchmark": benchmark, "baremetal": unchecked,
@@ -323,10 +299,7 @@ _NAMES: dict[str, dict[str, Any]] = {
     "neuronxcc.nki.isa.constants": {
         name: value for name, value in instructions.NAMES.items() if isinstance(value, type)
     },
-    "neuronxcc.nki.typing": {
-        "tensor": standins.TensorType(), "mutable_tensor": standins.TensorType(True),
-        "mutable": standins.TensorType(True),
-    },
+    "neuronxcc.nki.typing": standins.TYPING,
     "neuronxcc.nki.compiler": {
         "enable_stack_allocator": _unchanged, "force_auto_alloc": _unchanged,
         "skip_middle_end_transformations": _unchanged, "no_reorder": no_reorder,
@@ -335,12 +308,7 @@ _NAMES: dict[str, dict[str, Any]] = {
     },
     "neuronxcc.nki.compiler.sbuf": _allocators(sbuf),
     "neuronxcc.nki.compiler.psum": _allocators(psum),
-}  # fmt: skip
-MODULES = {name: standins.module(name, names) for name, names in _NAMES.items()}
-for _name, _module in MODULES.items():
-    _owner, _, _short = _name.rpartition(".")
-    if _owner:
-        vars(MODULES[_owner])[_short] = _module
+})  # fmt: skip
 
 
 def stands_in(name: str) -> bool:

@@ -8,6 +8,7 @@ functions of its module that it may call.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import types
@@ -104,13 +105,10 @@ def resolve(kernel: Any) -> Any:
         return kernel
     if isinstance(kernel, (str, os.PathLike)):
         text = os.fspath(kernel)
-        name: str | None = None
-        if not os.path.exists(text) and ":" in text:
-            head, _, tail = text.rpartition(":")
-            if tail.isidentifier():
-                text, name = head, tail
-        path = Path(text)
-        return find_kernel(load_file(path), path, name)
+        head, _, name = text.rpartition(":")
+        named = head and name.isidentifier() and not os.path.exists(text)
+        path = Path(head if named else text)
+        return find_kernel(load_file(path), path, name if named else None)
     if hasattr(kernel, "path") and hasattr(kernel, "name"):
         path = Path(kernel.path).resolve()
         source = getattr(kernel, "source", None)
@@ -149,7 +147,7 @@ class Rebuilder:
     """Rebuilds a function over globals in which everything of `nki` is the stand-in's."""
 
     def __init__(self) -> None:
-        self.globals: dict[int, dict[str, Any]] = {}
+        self.globals: dict[int, _Globals] = {}
         self.made: dict[int, types.FunctionType] = {}
         self.private = PrivateModules([])
 
@@ -174,57 +172,37 @@ class Rebuilder:
         rebuilt.__defaults__ = tuple(self.value(v) for v in function.__defaults__ or ()) or None
         rebuilt.__annotations__ = dict(function.__annotations__)
         for cell, old in zip(cells, function.__closure__ or (), strict=True):
-            try:
+            with contextlib.suppress(ValueError):  # a cell that is empty yet
                 cell.cell_contents = self.value(old.cell_contents)
-            except ValueError:
-                continue
         return rebuilt
 
-    def namespace(self, original: dict[str, Any]) -> dict[str, Any]:
-        """Return a copy of a module's globals with its `nki` objects replaced."""
+    def namespace(self, original: dict[str, Any]) -> _Globals:
+        """Return the globals of a module with its `nki` objects replaced."""
         known = self.globals.get(id(original))
-        if known is not None:
-            return known
-        copy = dict(original)
-        self.globals[id(original)] = copy
-        folder = original.get("__file__")
-        if folder:
-            root = Path(folder).resolve().parent
-            if root not in self.private.roots:
-                self.private.roots.append(root)
-        copy["__builtins__"] = self.private.builtins
-        for key, value in original.items():
-            if not key.startswith("__"):
-                copy[key] = self.value(value, original)
-        return copy
+        if known is None:
+            known = self.globals[id(original)] = _Globals(self, original)
+            self.private.roots += {Path(original.get("__file__") or ".").resolve().parent}
+        return known
 
-    def value(self, value: Any, home: dict[str, Any] | None = None) -> Any:
+    def value(self, value: Any) -> Any:
         """Return the replacement of one value, or the value."""
         if isinstance(value, types.ModuleType):
-            top = value.__name__.partition(".")[0]
-            return standins.find(value.__name__) if top == "nki" else value
-        module = getattr(value, "__module__", None) or ""
-        if isinstance(module, str) and module.partition(".")[0] == "nki":
-            replaced = self._by_name(value)
-            if replaced is not None:
-                return replaced
-        inner, _ = _unwrapped(value) if callable(value) and not isinstance(value, type) \
-            else (value, 1)  # fmt: skip
-        if isinstance(inner, types.FunctionType) and (
-            home is None or inner.__globals__ is home or self._uses_nki(inner)
-        ):
-            if inner is value:
-                return self.function(inner)
-            if type(value).__module__.partition(".")[0] == "nki":
-                return standins.JitKernel(self.function(inner))
-        return value
+            return standins.find(value.__name__) if _is_nki(value.__name__) else value
+        replaced = self._by_name(value) if _is_nki(getattr(value, "__module__", "")) else None
+        if replaced is not None or not callable(value) or isinstance(value, type):
+            return value if replaced is None else replaced
+        inner, _ = _unwrapped(value)
+        if not isinstance(inner, types.FunctionType) or not self._reaches_nki(inner.__globals__):
+            return value
+        if inner is value:
+            return self.function(inner)
+        return standins.JitKernel(self.function(inner)) if _is_nki(type(value).__module__) \
+            else value  # fmt: skip
 
-    @staticmethod
-    def _uses_nki(function: types.FunctionType) -> bool:
-        return any(
-            isinstance(v, types.ModuleType) and v.__name__.partition(".")[0] == "nki"
-            for v in function.__globals__.values()
-        )
+    def _reaches_nki(self, module: dict[str, Any]) -> bool:
+        """Return whether a module is a rebuilt function's, or has a module of `nki`."""
+        modules = (v.__name__ for v in module.values() if isinstance(v, types.ModuleType))
+        return id(module) in self.globals or any(map(_is_nki, modules))
 
     @staticmethod
     def _by_name(value: Any) -> Any:
@@ -237,3 +215,20 @@ class Rebuilder:
             if isinstance(name, str) and not name.startswith("_") and name in names:
                 return names[name]
         return None
+
+
+class _Globals(dict[str, Any]):
+    """The globals of rebuilt functions: each name is replaced when it is first read."""
+
+    def __init__(self, rebuilder: Rebuilder, original: dict[str, Any]) -> None:
+        own = {name: value for name, value in original.items() if name.startswith("__")}
+        super().__init__(own, __builtins__=rebuilder.private.builtins)
+        self.rebuilder, self.original = rebuilder, original
+
+    def __missing__(self, name: str) -> Any:
+        value = self[name] = self.rebuilder.value(self.original[name])
+        return value
+
+
+def _is_nki(module: Any) -> bool:
+    return isinstance(module, str) and module.partition(".")[0] == "nki"

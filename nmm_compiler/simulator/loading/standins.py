@@ -36,12 +36,15 @@ class StandIn(ModuleType):
         )
 
 
-def module(name: str, names: dict[str, Any]) -> StandIn:
-    """Return the stand-in for module `name` with these names."""
-    made = StandIn(name, f"Stand-in for {name} inside the simulator.")
-    made.__dict__.update(names)
-    made.__package__ = name
-    made.__path__ = []
+def modules_of(table: dict[str, dict[str, Any]]) -> dict[str, StandIn]:
+    """Return the stand-ins of modules with these names, each also an attribute of the one above."""
+    made: dict[str, StandIn] = {}
+    for name, names in table.items():
+        module = made[name] = StandIn(name, f"Stand-in for {name} inside the simulator.")
+        module.__dict__.update(names, __package__=name, __path__=[])
+        owner, _, short = name.rpartition(".")
+        if owner:
+            made[owner].__dict__[short] = module
     return made
 
 
@@ -64,20 +67,28 @@ class JitKernel:
             return self[grid]
         return self if grid <= self.grid else JitKernel(self.function, grid)
 
+    def inline(self, *args: Any, **kwargs: Any) -> Any:
+        """Run inside a simulation."""
+        return self.function(*args, **kwargs)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run: inline inside a simulation, else a simulation of its own."""
         if CURRENT.machine is None:
             return simulate_kernel(self)(*args, **kwargs)
-        return self.function(*args, **kwargs)
+        return self.inline(*args, **kwargs)
 
 
-def jit(function: Any = None, **options: Any) -> Any:
-    """Mark a kernel; keyword options are for the device compiler and have no effect here."""
-    if function is None:
-        return lambda f: JitKernel(f)
-    return function if isinstance(function, JitKernel) else JitKernel(function)
+def decorator(make: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Return a decorator, written with options or without; those are for the device's compiler."""
+
+    def decorate(function: Any = None, **options: Any) -> Any:
+        return make if function is None else make(function)
+
+    return decorate
 
 
+jit = decorator(lambda function: function if isinstance(function, JitKernel)
+                else JitKernel(function))  # fmt: skip
 _RUNNERS: list[Callable[..., Any]] = []
 
 
@@ -103,61 +114,33 @@ def simulate_kernel(kernel: Any) -> Callable[..., Any]:
     return call
 
 
-class TensorType:
-    """`nt.tensor[shape]` and `nt.mutable_tensor`: annotations."""
+class tensor:  # noqa: N801  (the name NKI gives it)
+    """`nt.tensor[shape]`: an annotation."""
 
-    def __init__(self, mutable: bool = False) -> None:
-        self.mutable = mutable
-
-    def __getitem__(self, shape: Any) -> TensorType:
-        return self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> TensorType:
-        """Return the annotation."""
-        return self
-
-    def __or__(self, other: Any) -> TensorType:
-        return self
-
-    __ror__ = __or__
+    def __class_getitem__(cls, shape: Any) -> Any:
+        return cls
 
 
-def _build() -> dict[str, StandIn]:
-    nl = module("nki.language", LANGUAGE)
-    nisa = module("nki.isa", {**isa.NAMES, "NkiValidationError": OperandError})
-    constants = module("nki.isa.constants", isa.CONSTANTS)
-    typing = module("nki.typing", {"tensor": TensorType(), "mutable_tensor": TensorType()})
-    kinds = module("nki.dtype", {k: v for k, v in LANGUAGE.items() if isinstance(v, DType)})
-    collectives = module("nki.collectives", COLLECTIVES)
-    nisa.__dict__["constants"] = constants
-    experimental = module(
-        "nki.experimental",
-        {"fori_loop": LANGUAGE["fori_loop"], "while_loop": LANGUAGE["while_loop"]},
-    )
-    nki = module(
-        "nki",
-        {
-            "jit": jit, "simulate": simulate_kernel, "language": nl, "isa": nisa, "typing": typing,
-            "collectives": collectives, "experimental": experimental, "Kernel": JitKernel,
-            "dtype": kinds,
-        },
-    )  # fmt: skip
-    made = (nki, nl, nisa, constants, typing, collectives, experimental, kinds)
-    return {known.__name__: known for known in made}
+class mutable_tensor(tensor):  # noqa: N801
+    """`nt.mutable_tensor`: that of a parameter which the kernel writes."""
 
 
-MODULES: dict[str, StandIn] = _build()
+TYPING = {"tensor": tensor, "mutable_tensor": mutable_tensor, "mutable": mutable_tensor}
+_LOOPS = ("fori_loop", "while_loop")
+MODULES = modules_of(
+    {
+        "nki": {"jit": jit, "simulate": simulate_kernel, "Kernel": JitKernel},
+        "nki.language": LANGUAGE,
+        "nki.isa": {**isa.NAMES, "NkiValidationError": OperandError},
+        "nki.isa.constants": isa.CONSTANTS,
+        "nki.typing": TYPING,
+        "nki.collectives": COLLECTIVES,
+        "nki.experimental": {name: LANGUAGE[name] for name in _LOOPS},
+        "nki.dtype": {k: v for k, v in LANGUAGE.items() if isinstance(v, DType)},
+    }
+)
 
 
-def find(name: str) -> StandIn:
-    """Return the stand-in of a module name that starts with `nki`."""
-    module = MODULES.get(name)
-    if module is None:
-        file, line = kernel_frame()
-        raise UnsupportedInstructionError(
-            f"module {name} is not in the NKI API that the simulator has"
-            f"{closest(name, MODULES)}; see docs/simulator.md",
-            file,
-            line,
-        )
-    return module
+def find(name: str) -> Any:
+    """Return the stand-in of a module name that starts with `nki`; a missing one is refused."""
+    return functools.reduce(getattr, name.split(".")[1:], MODULES["nki"])
