@@ -37,10 +37,11 @@ from nmm_compiler.simulator.isa import cycles
 from nmm_compiler.simulator.timing import (
     costs,
     resources,
-    timeline,
+    schedule,
 )
 from nmm_compiler.simulator.timing.profile import profile_timeline
-from nmm_compiler.simulator.timing.timeline import Timeline, time_trace
+from nmm_compiler.simulator.timing.schedule import time_trace
+from nmm_compiler.simulator.timing.timeline import Timeline
 from nmm_compiler.targets import Target
 
 MOVED = 0.005
@@ -73,8 +74,8 @@ class _NoSums(dict[Any, float]):
         return default
 
 
-_CLOCK = timeline.TensorClock.__init__
-_TRANSFER = timeline._Pass._transfer
+_CLOCK = schedule.TensorClock.__init__
+_TRANSFER = schedule.Scheduler._transfer
 _ISSUE = costs._issue
 _TAKE = resources.Pool.take
 
@@ -89,8 +90,9 @@ def _clock_that_stays_warm(self: Any, target: Target, slots: Any) -> None:
     self.window = 1e30
 
 
-def _no_store_put_off(self: Any, index: int, ready: float, cost: Any) -> None:
-    _TRANSFER(self, index, ready, dataclasses.replace(cost, stores=False))
+def _no_store_put_off(self: Any, dma: Any) -> None:
+    dma.cost = dataclasses.replace(dma.cost, stores=False)
+    _TRANSFER(self, dma)
 
 
 def _take_without_stores(self: Any, size: int) -> float:
@@ -111,11 +113,11 @@ def _own_queues(target: Target, mode: str, issuer: str, descriptors: int) -> tup
 SILENT = tomllib.loads((timing_texts.DATA / "silent_laws.toml").read_text())
 """Constants of a target, with the values that say nothing."""
 RULES: dict[str, tuple[Any, str, Any]] = {
-    "stores put off": (timeline._Pass, "_transfer", _no_store_put_off),
+    "stores put off": (schedule.Scheduler, "_transfer", _no_store_put_off),
     "room waits for stores put off": (resources.Pool, "take", _take_without_stores),
     "work in pieces": (resources.Slots, "squeeze", resources.Slots.place),
-    "a sum waits for its first column": (timeline.TensorClock, "__init__", _clock_without_sums),
-    "the clock falls when idle": (timeline.TensorClock, "__init__", _clock_that_stays_warm),
+    "a sum waits for its first column": (schedule.TensorClock, "__init__", _clock_without_sums),
+    "the clock falls when idle": (schedule.TensorClock, "__init__", _clock_that_stays_warm),
     "fast modes": (cycles, "_fast_mode", lambda target, instruction, engine: 1.0),
     "GpSimd's descriptors in one queue": (costs, "_issue", _own_queues),
 }

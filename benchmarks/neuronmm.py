@@ -42,7 +42,7 @@ from nmm_compiler.errors import NmmError
 from nmm_compiler.kernels.linear.specs import LowRankSpec, MatmulSpec
 from nmm_compiler.simulator.loading.loader import load_file
 from nmm_compiler.simulator.run import ArraySpec, simulate
-from nmm_compiler.simulator.timing.timeline import time_trace
+from nmm_compiler.simulator.timing.schedule import time_trace
 
 # How many block sizes are timed at twice, and at four times, the tokens of the largest block.
 SHORTLIST = (5, 2)

@@ -41,8 +41,9 @@ def of_run(run: Simulation) -> str:
     """Return the digest of a run: its times, its profile, and what each instruction was."""
     line, trace = run.profile.timeline, run.trace
     parts = [
-        run.profile.to_json(), line.start, line.end, line.interval_end, line.table_loads,
-        sorted(line.transfers.items()), sorted(line.busy_us.items()),
+        run.profile.to_json(), line.start, line.end, line.interval_end,
+        [[(held.kind, held.row, held.start, held.stop) for held in each] for each in line.bookings],
+        sorted(line.busy_us.items()),
         [line.engine(i) for i in range(len(line.end))], line.dma_engine_busy_us,
         line.tensor_throttled_us, line.latency_us, line.sbuf_overflow_bytes,
         trace.sbuf_peak_bytes, trace.psum_peak_banks,

@@ -215,7 +215,7 @@ def simulated(spec: KernelSpec, schedule: Any, target: Target) -> tuple[float, i
     into it: the same instructions, without the cost of emitting a file for every candidate.
     """
     from nmm_compiler.simulator.run import ArraySpec, simulate
-    from nmm_compiler.simulator.timing.timeline import time_trace
+    from nmm_compiler.simulator.timing.schedule import time_trace
 
     part = spec.share(schedule.split)
     (turns, _), *rest = schedule.loop_turns(part)

@@ -88,8 +88,9 @@ def test_u_is_a_run_of_each_partition_and_all_dma_engines_load_v():
     for rank, parts in ((32, 4), (64, 2)):
         spec = dataclasses.replace(ONE, rank=rank, k=1536)
         kernel = build_kernel(spec, "trn3")
-        costs = [transfer.cost for transfer in kernel.profile().timeline.transfers.values()]
-        read = {cost.hbm_read_bytes: cost for cost in costs}
+        timeline = kernel.profile().timeline
+        costs = [timeline.work(index).dma for index in range(len(timeline.end))]
+        read = {cost.hbm_read_bytes: cost for cost in costs if cost}
         assert read[2 * spec.k * rank].descriptors == 128
         assert len(read[2 * spec.n * rank].shares) == 16
         (linear,) = kernel.schedule.plan(spec.layer).linears

@@ -17,7 +17,7 @@ from nmm_compiler.kernels.linear.specs import (
     MatmulSpec,
 )
 from nmm_compiler.simulator.run import ArraySpec, simulate
-from nmm_compiler.simulator.timing.timeline import time_trace
+from nmm_compiler.simulator.timing.schedule import time_trace
 from nmm_compiler.targets import get
 
 TUTORIAL = Path(__file__).parents[2] / "benchmarks" / "kernels" / "dense_blocked.py"

@@ -123,12 +123,11 @@ def test_waits_and_work_of_each_engine_tile_the_latency(timeline):
 
 def test_a_wait_ends_with_the_signal_of_the_one_that_is_blamed(timeline):
     for index, instruction in enumerate(timeline.trace.instructions):
-        kind, other, ended = timeline.waited[index]
-        assert kind in WHY
-        if instruction.engine != "dma" and kind in ("load", "result"):
-            assert 0 <= timeline.start[index] - ended < 3
-            blamed = timeline.trace.instructions[other]
-            assert (blamed.engine == "dma") == (kind == "load")
+        held = timeline.bookings[index][0]
+        assert held.why in WHY
+        if instruction.engine != "dma" and held.why in ("load", "result"):
+            assert 0 <= held.start - held.since < 3
+            assert (held.cause.kind == "dma engines") == (held.why == "load")
 
 
 class Watched(Trace):

@@ -16,7 +16,7 @@ from benchmarks.simulator import LOW_RANK, SOFTMAX, TILED
 from nmm_compiler import errors, targets
 from nmm_compiler.simulator import machine
 from nmm_compiler.simulator.run import ArraySpec, simulate
-from nmm_compiler.simulator.timing.timeline import time_trace
+from nmm_compiler.simulator.timing.schedule import time_trace
 
 
 def tiled(rows, mode="timing"):

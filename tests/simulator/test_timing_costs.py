@@ -5,10 +5,10 @@ import itertools
 
 import pytest
 from simulator_kernels import run
-from trace_builder import STEADY, TRN1, TRN2, Scene, load, matmuls, us
+from trace_builder import STEADY, TRN1, TRN2, Scene, load, matmuls, transfers, us
 
 from nmm_compiler.simulator.timing.costs import dma_cost, other_cost
-from nmm_compiler.simulator.timing.timeline import time_trace, time_traces
+from nmm_compiler.simulator.timing.schedule import time_trace, time_traces
 
 B, F = "bfloat16", "float32"
 ROW, BF16, SUM = "sbuf float32 512", "sbuf bfloat16 512", "psum float32 512"
@@ -213,7 +213,8 @@ def test_a_table_loads_when_the_function_changes_and_is_work_of_scalar():
     trace = Scene("sbuf source 128x512\n" + calls).trace
     timeline = time_trace(trace, TRN2)
     assert timeline.start[0] == pytest.approx(1.3)
-    assert [stop - start for start, stop in timeline.table_loads] == [pytest.approx(1.3)] * 3
+    loads = [held.stop - held.start for held in timeline.of_kind("table")]
+    assert loads == [pytest.approx(1.3)] * 3
     del trace.instructions[1:]
     alone = time_trace(trace, TRN2).busy_us["scalar"]
     assert alone == pytest.approx(1.3 + us(512 + 228 + 108, 1.2e9))
@@ -280,11 +281,11 @@ def test_cores_wait_for_each_other_at_a_barrier():
 
 def test_one_load():
     timeline = load(128, 512)
-    (transfer,) = timeline.transfers.values()
-    assert transfer.cost.descriptors == 128
-    assert transfer.issue_end - transfer.issue_start == pytest.approx(0.485 + 128 * 0.95e-3)
-    ((engine, start, stop, _),) = transfer.parts
-    assert engine == -1  # all 16 alike
+    ((issue, part),) = transfers(timeline).values()
+    assert timeline.work(0).dma.descriptors == 128
+    assert issue.stop - issue.start == pytest.approx(0.485 + 128 * 0.95e-3)
+    assert part.row == -1  # all 16 alike
+    start, stop = part.start, part.stop
     assert start == pytest.approx(1.3)  # start latency
     # eight rows of 2 KiB per engine, 6 ns each and a sixteenth of the core's 362 GB/s
     assert stop - start == pytest.approx(8 * (0.006 + 2048 / FROM_HBM * 1e6))
@@ -320,12 +321,12 @@ def test_partitions_choose_the_dma_engines_which_start_one_after_another(first, 
         sbuf tile 128x4096 {B}
         dma tile[{first}:{last},:] source[{first}:{last},:]
     """)
-    (transfer,) = time_trace(scene.trace, TRN2).transfers.values()
+    ((_, *parts),) = transfers(time_trace(scene.trace, TRN2)).values()
     row = 0.006 + 8192 / FROM_HBM * 1e6
-    assert {engine: stop - start for engine, start, stop, _ in transfer.parts} == {
+    assert {part.row: part.stop - part.start for part in parts} == {
         engine: pytest.approx(rows * row) for engine, rows in engines.items()
     }
-    starts = [start for _, start, _, _ in transfer.parts]
+    starts = [part.start for part in parts]
     assert starts == pytest.approx([starts[0] + rank * 0.3 / 15 for rank in range(len(starts))])
 
 
@@ -336,16 +337,16 @@ def test_loads_issue_one_after_another_and_overlap():
         dma a source[:128,:]
         dma b source[128:,:]
     """)
-    one, two = time_trace(scene.trace, TRN2).transfers.values()
-    assert two.issue_start == pytest.approx(one.issue_end)
-    assert two.parts[0][1] == pytest.approx(1.3 + 0.485 + 128 * 0.95e-3)
+    (one, _), (two, part) = transfers(time_trace(scene.trace, TRN2)).values()
+    assert two.start == pytest.approx(one.stop)
+    assert part.start == pytest.approx(1.3 + 0.485 + 128 * 0.95e-3)
 
 
 SOFTWARE = 0.485 + 128 * 0.95e-3
 NONE, SWDGE, HWDGE = (f"dge_mode={mode}" for mode in ("none", "swdge", "hwdge"))
 
 
-def transfers(columns, *modes):
+def in_modes(columns, *modes):
     """Return the timeline of a load in each mode, `columns` wide."""
     loads = "".join(f"sbuf a 128x{columns}\ndma a source {mode}\n" for mode in modes)
     return time_trace(Scene(f"hbm source 128x{columns}\n" + loads).trace, TRN2)
@@ -363,16 +364,16 @@ def transfers(columns, *modes):
     ],
 )
 def test_descriptor_modes_issue_through_the_generators_there_are(modes, queues, second):
-    found = transfers(64, *modes).transfers
-    assert {t.cost.queue for t in found.values()} == queues
-    assert found[1].issue_start == pytest.approx(second)
+    found = transfers(in_modes(64, *modes))
+    assert {issue.row for issue, *_ in found.values()} == queues
+    assert found[1][0].start == pytest.approx(second)
 
 
 def test_many_small_transfers_are_no_faster_than_their_generators():
     """Two hardware generators, GpSimd, and descriptors in HBM: no mixture beats their number."""
 
     def latency(*modes):
-        return transfers(1, *modes * (300 // len(modes))).latency_us
+        return in_modes(1, *modes * (300 // len(modes))).latency_us
 
     hardware = [f"{HWDGE} issuer={issuer}" for issuer in ("sync", "scalar")]
     single = [latency(mode) for mode in ("", SWDGE, NONE, *hardware)]

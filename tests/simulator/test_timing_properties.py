@@ -8,14 +8,14 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trace_builder import STEADY, TRN1, TRN2, Builder, Scene, touched
+from trace_builder import STEADY, TRN1, TRN2, Builder, Scene, touched, transfers
 
 from nmm_compiler import targets
 from nmm_compiler.simulator.timing.costs import ENGINES
-from nmm_compiler.simulator.timing.dependence import WRITE, Storage, wake_us
-from nmm_compiler.simulator.timing.regions import overlaps
+from nmm_compiler.simulator.timing.regions import WRITE, Storage, overlaps
 from nmm_compiler.simulator.timing.resources import Pool, Slots
-from nmm_compiler.simulator.timing.timeline import stagger_us, time_trace
+from nmm_compiler.simulator.timing.schedule import time_trace, wake_us
+from nmm_compiler.simulator.timing.timeline import Booking, stagger_us
 
 TARGETS = [targets.get(name) for name in targets.names()]
 TINY = 1e-9
@@ -109,18 +109,18 @@ def test_nothing_does_two_things_at_once(trace, target, reorder):
         done = itertools.accumulate(stop - start for start, stop in sorted(spans, key=last))
         for spent, (_, stop) in zip(done, sorted(spans, key=last), strict=True):
             assert spent <= stop + TINY
-    transfers = timeline.transfers.values()
-    for queue in {t.cost.queue for t in transfers}:
-        issued = [(t.issue_start, t.issue_end) for t in transfers if t.cost.queue == queue]
+    moved = transfers(timeline).values()
+    for queue in {issue.row for issue, *_ in moved}:
+        issued = [(one.start, one.stop) for one, *_ in moved if one.row == queue]
         assert no_overlap(issued)
     for engine in range(target.dma_engines):
         assert no_overlap(
             [
-                (start + shift, stop + shift)
-                for transfer in transfers
-                for which, start, stop, _ in transfer.parts
-                if which in (-1, engine)
-                for shift in [engine * stagger_us(target) if which < 0 else 0.0]
+                (part.start + shift, part.stop + shift)
+                for _, *parts in moved
+                for part in parts
+                if part.row in (-1, engine)
+                for shift in [engine * stagger_us(target) if part.row < 0 else 0.0]
             ]
         )
 
@@ -130,16 +130,16 @@ def test_nothing_does_two_things_at_once(trace, target, reorder):
 def test_totals_add_up(trace, target):
     timeline = time_trace(trace, target)
     dmas = [i for i, ins in enumerate(trace.instructions) if ins.engine == "dma"]
-    assert sorted(timeline.transfers) == dmas
-    for index, transfer in timeline.transfers.items():
-        instruction = trace.instructions[index]
+    assert sorted(transfers(timeline)) == dmas
+    for index, (issue, *parts) in transfers(timeline).items():
+        instruction, cost = trace.instructions[index], timeline.work(index).dma
         for side, counted in (
-            (instruction.reads, transfer.cost.hbm_read_bytes),
-            (instruction.writes, transfer.cost.hbm_write_bytes),
+            (instruction.reads, cost.hbm_read_bytes),
+            (instruction.writes, cost.hbm_write_bytes),
         ):
             assert counted == sum(4 * a.elements_per_partition for a in side if a.memory == "hbm")
-        assert transfer.issue_start >= 0.0
-        assert min(start for _, start, _, _ in transfer.parts) >= transfer.issue_end - TINY
+        assert issue.start >= 0.0
+        assert min(part.start for part in parts) >= issue.stop - TINY
     assert timeline.latency_us == max(timeline.end)
     for engine, busy in timeline.busy_us.items():
         assert busy <= timeline.latency_us + TINY, engine
@@ -519,7 +519,7 @@ def test_program_order_on_request_is_that_of_no_reorder():
     assert moved.holds(kept, "after >= store")
     assert kept.latency_us > time_trace(moved.trace, TRN2).latency_us
     assert time_trace(ordered.trace, TRN2).start == kept.start
-    assert sorted(time_trace(moved.trace, TRN2).transfers) == [0, 2, 3]
+    assert sorted(transfers(time_trace(moved.trace, TRN2))) == [0, 2, 3]
 
 
 def test_more_live_than_fits_is_reported_and_still_timed():
@@ -563,17 +563,18 @@ def test_psum_banks_rotate(columns, ninth):
 def test_a_tile_whose_store_was_put_off_is_free_before_what_dies_later(store_ready, free_from):
     """100 bytes: 60 die at 50; 40 are read by a store, ready at store_ready and 10 us long."""
     waiting = [store_ready]
+    store = Booking(1, "queue", "software", 0.0, 1.0, "start", None, 0.0)
 
     def settle(before):
         if not waiting or waiting[0] >= before:
             return False
-        pool.release(40, waiting.pop() + 10.0, 1)
+        pool.release(40, waiting.pop() + 10.0, store)
         return True
 
     pool = Pool(100, settle)
     assert pool.take(60) == pool.take(40) == 0.0
-    pool.release(60, 50.0, 0)
+    pool.release(60, 50.0, None)
     assert pool.take(40) == free_from
-    assert pool.freed_by == (store_ready < 50.0)
+    assert (pool.freed_by is store) == (store_ready < 50.0)
     assert bool(waiting) == (store_ready > 50.0)
     assert pool.overflow == 0

@@ -7,7 +7,7 @@ import pytest
 from trace_builder import Scene
 
 from nmm_compiler import targets
-from nmm_compiler.simulator.timing.timeline import time_trace
+from nmm_compiler.simulator.timing.schedule import time_trace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import laws

@@ -10,7 +10,7 @@ import pytest
 from nmm_compiler import targets
 from nmm_compiler.simulator.tensors.geometry import contiguous_run, walk_pattern
 from nmm_compiler.simulator.timing.profile import profile_traces
-from nmm_compiler.simulator.timing.timeline import time_trace
+from nmm_compiler.simulator.timing.schedule import time_trace
 from nmm_compiler.simulator.trace import Access, Allocation, Instruction, Trace
 
 ITEM = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1, "float8_e4m3fn_x4": 4,
@@ -164,7 +164,7 @@ class Scene:
         name, _, what = term.partition(".")
         index = self.names[name]
         if what == "issued":
-            return timeline.transfers[index].issue_end
+            return timeline.bookings[index][0].stop
         times = {"": timeline.start, "end": timeline.end, "free": timeline.interval_end}
         return times[what][index]
 
@@ -175,6 +175,11 @@ STEADY = dataclasses.replace(TRN2, tensor_ramp_seconds=0.0)  # trn2 without the 
 
 def profile_trace(trace, target):
     return profile_traces([trace], target)[0]
+
+
+def transfers(timeline):
+    """Return {index: bookings} of the DMAs: the queue, then the DMA engines."""
+    return {held[0].index: held for held in timeline.bookings if held[0].kind == "queue"}
 
 
 def us(cycles, hz):

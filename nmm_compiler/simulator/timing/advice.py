@@ -17,7 +17,8 @@ from nmm_compiler.report.headline import not_told
 from nmm_compiler.simulator.timing.causes import critical_path, waits
 from nmm_compiler.simulator.timing.costs import ENGINE_NAMES, dma_cost
 from nmm_compiler.simulator.timing.evidence import band_of
-from nmm_compiler.simulator.timing.timeline import Timeline, time_trace
+from nmm_compiler.simulator.timing.schedule import time_trace
+from nmm_compiler.simulator.timing.timeline import Timeline
 from nmm_compiler.simulator.trace import Instruction, Trace
 
 WIDE_ROW_BYTES = 1024
@@ -98,7 +99,7 @@ def _without_costs(timeline: Timeline) -> Iterator[Advice]:
     Each: (whether the timeline shows it, what is seen, the remedy, lines, what is timed instead).
     """
     trace, target = timeline.trace, timeline.target
-    moving = [trace.instructions[index] for index in sorted(timeline.transfers)]
+    moving = [trace.instructions[held.index] for held in timeline.of_kind("queue")]
     short: dict[int, int] = {}
     for instruction in moving:
         line, run = instruction.line, dma_cost(target, instruction).run_bytes
@@ -121,7 +122,7 @@ def _without_costs(timeline: Timeline) -> Iterator[Advice]:
         (timeline.tensor_throttled_us, "TensorE starts at half its clock after each pause",
          "products without pauses", (), {"tensor_ramp_seconds": 0.0}),
         (waits(timeline).get("scalar", {}).get("table"),
-         f"ScalarE loads {len(timeline.table_loads)} activation tables",
+         f"ScalarE loads {len(timeline.of_kind('table'))} activation tables",
          "each function used in one stretch", (), {"activation_table_load_seconds": 0.0}),
     )  # fmt: skip
     for matters, seen, remedy, lines, changed in bounds:

@@ -1,6 +1,6 @@
-"""Why each instruction of a timeline started at its time, the critical path, and where time goes.
+"""The critical path of a timeline, why engines wait, and where time goes.
 
-The timing pass keeps for each instruction what its start waited for. From that follow the shares of
+The timing pass records for each booking what its start waited for. From that follow the shares of
 source lines, instructions and engines. Nothing here changes a figure of the timeline.
 """
 
@@ -11,8 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from nmm_compiler.records import Record
-from nmm_compiler.simulator.timing.resources import Waited
-from nmm_compiler.simulator.timing.timeline import Timeline, stagger_us
+from nmm_compiler.simulator.timing.timeline import Booking, Timeline
 
 _SAME_US = 1e-6  # sums of floats in two orders: far above their error, far below a clock cycle
 
@@ -56,53 +55,27 @@ class Step:
         return self.stop_us - self.start_us
 
 
+_WHAT = {"engine": "compute", "queue": "issue", "dma engines": "move", "table": "table"}
+
+
 def critical_path(timeline: Timeline) -> list[Step]:
     """Return the steps from the first instruction to the last result, without gaps."""
     steps: list[Step] = []
-    if not timeline.end:
-        return steps
-    until, index = timeline.latency_us, max(range(len(timeline.end)), key=timeline.end.__getitem__)
-    seen: set[tuple[int, float]] = set()
-    while until > _SAME_US and (index, until) not in seen:
-        seen.add((index, until))
-        kind, cause, ended = _enter(timeline, index, until, steps)
-        start = steps[-1].start_us
-        if cause < 0:
-            if start > _SAME_US:
-                steps.append(Step(index, "other", 0.0, start, kind))
-            break
-        if start - ended > _SAME_US:
-            what = "table" if kind == "table" else "signal"
-            steps.append(Step(cause, what, ended, start, kind))
-        index, until = cause, ended
+    until = timeline.latency_us
+    index = max(range(len(timeline.end)), key=timeline.end.__getitem__, default=-1)
+    held: Booking | None = None if index < 0 else timeline.last(index)
+    while held is not None and until > _SAME_US:
+        start = min(held.start, until)
+        steps.append(Step(held.index, _WHAT[held.kind], start, until, held.why))
+        until = min(held.since, start)
+        if start - until > _SAME_US:
+            what = "other"
+            if held.cause is not None:
+                what = "start" if held.cause.index == held.index else "signal"
+            index = held.index if held.cause is None else held.cause.index
+            steps.append(Step(index, what, until, start, held.why))
+        held = held.cause
     return steps[::-1]
-
-
-def _enter(line: Timeline, index: int, until: float, steps: list[Step]) -> Waited:
-    """Add the steps of one instruction that was left at `until`; return what it waited for."""
-    transfer, start, cause = line.transfers.get(index), line.start[index], line.waited[index]
-    kind = cause[0]
-    if transfer is None:
-        steps.append(Step(index, "compute", min(start, until), until, kind))
-        return cause
-    if until <= transfer.issue_end + _SAME_US:  # left for the next in its queue
-        steps.append(Step(index, "issue", start, until, kind))
-        return cause
-    # the part that ended then, else the last one
-    engine, moving, stop, before = max(
-        transfer.parts, key=lambda part: (abs(part[2] - until) < _SAME_US, part[2])
-    )
-    if engine < 0 and until > stop + _SAME_US:  # of engines that are alike, the last one
-        moving += (line.target.dma_engines - 1) * stagger_us(line.target)
-    if before >= 0:
-        steps.append(Step(index, "move", moving, until, "dma engines"))
-        return "dma engines", before, moving
-    steps.append(Step(index, "move", moving, until, kind))
-    issued = min(transfer.issue_end, moving)
-    if moving - issued > _SAME_US:
-        steps.append(Step(index, "start", issued, moving, kind))
-    steps.append(Step(index, "issue", start, issued, kind))
-    return cause
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,17 +121,17 @@ def _share(
     lines: bool,
 ) -> Share:
     engines: dict[str, float] = {}
-    moved = timeline.transfers
+    costs = []
     for index in indices:
-        us = timeline.interval_end[index] - timeline.start[index]
-        if index in moved:
-            parts = moved[index].parts
-            us = sum(stop - start for _, start, stop, _ in parts)
-            us /= 1 if parts[0][0] < 0 else timeline.target.dma_engines
+        held, cost = timeline.bookings[index], timeline.work(index).dma
+        us = held[0].stop - held[0].start
+        if cost is not None:
+            costs.append(cost)
+            us = sum(part.stop - part.start for part in held[1:])
+            us /= 1 if held[1].row == -1 else timeline.target.dma_engines
         name = timeline.engine(index)
         engines[name] = engines.get(name, 0.0) + us
     chosen = [timeline.trace.instructions[index] for index in indices]
-    costs = [moved[index].cost for index in indices if index in moved]
     return Share(
         file=chosen[0].file if lines else "", line=chosen[0].line if lines else 0,
         name=", ".join(dict.fromkeys(ins.op for ins in chosen)),
@@ -176,16 +149,12 @@ def waits(timeline: Timeline) -> dict[str, dict[str, float]]:
     """
     found: dict[str, dict[str, float]] = {}
     free: dict[str, float] = {}
-    ends = timeline.interval_end
-    for index in sorted(range(len(ends)), key=ends.__getitem__):
-        engine = timeline.engine(index)
-        if engine == "dma":
-            continue
-        kinds, idle = found.setdefault(engine, {}), timeline.start[index] - free.get(engine, 0.0)
+    for held in sorted(timeline.of_kind("engine"), key=lambda held: held.stop):
+        engine = str(held.row)
+        kinds, idle = found.setdefault(engine, {}), held.start - free.get(engine, 0.0)
         if idle > _SAME_US:
-            why = timeline.waited[index][0]
-            kinds[why] = kinds.get(why, 0.0) + idle
-        free[engine] = ends[index]
+            kinds[held.why] = kinds.get(held.why, 0.0) + idle
+        free[engine] = held.stop
     for engine, when in free.items():
         found[engine]["end"] = timeline.latency_us - when
     return found

@@ -11,6 +11,7 @@ a slice alike, and are written a tenth of one later.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,13 +19,14 @@ from typing import Any
 
 from nmm_compiler.outputs import write_text
 from nmm_compiler.simulator.timing.costs import ENGINE_NAMES
-from nmm_compiler.simulator.timing.timeline import Timeline
+from nmm_compiler.simulator.timing.timeline import Booking, Timeline
 
 Event = dict[str, Any]
+Row = tuple[int, int]
+"""A process and a thread, in the words of the format."""
 
-_ROWS = {engine: row for row, engine in enumerate(ENGINE_NAMES, 1) if engine != "dma"}
-_FIRST_QUEUE_ROW = 10
-_FIRST_ENGINE_ROW = 100
+_OF_DMA = ("descriptors", "hbm_read_bytes", "hbm_write_bytes")
+_ALIKE = "DMA engines, all alike"
 _CORE, _DMA = 1, 2
 _PROCESSES_EACH = 10
 
@@ -54,115 +56,84 @@ def write_chrome_traces(timelines: Mapping[str, Timeline], path: str | Path) -> 
 
 def _events(timeline: Timeline, prefix: str) -> Iterator[Event]:
     """Yield the names of the rows, slices and arrows."""
-    engines = {instruction.engine for instruction in timeline.trace.instructions}
     core = f"{prefix}NeuronCore {timeline.target.name} (simulated)"
     yield _named("process_name", _CORE, 0, core)
     yield _named("process_name", _DMA, 0, f"{prefix}DMA (simulated)")
-    transfers = timeline.transfers.values()
-    queues = sorted({transfer.cost.queue for transfer in transfers})
-    moving = sorted({part[0] for transfer in transfers for part in transfer.parts})
-    rows = [
-        *((_CORE, row, ENGINE_NAMES[engine]) for engine, row in _ROWS.items()
-          if engine in engines or engine != "sync"),
-        *((_DMA, row, f"queue {queue} (issue)")
-          for row, queue in enumerate(queues, _FIRST_QUEUE_ROW)),
-        *((_DMA, _engine_row(n), "DMA engines, all alike" if n < 0 else f"DMA engine {n}")
-          for n in moving),
+    engines = [("engine", name, title) for name, title in ENGINE_NAMES.items() if name != "dma"]
+    queues = sorted({str(held.row) for held in timeline.of_kind("queue")})
+    movers = sorted({int(held.row) for held in timeline.of_kind("dma engines")})
+    dma: list[tuple[str, str | int, str]] = [
+        *(("queue", name, f"queue {name} (issue)") for name in queues),
+        *(("dma engines", number, f"DMA engine {number}" if number >= 0 else _ALIKE)
+          for number in movers),
     ]  # fmt: skip
-    for process, row, title in rows:
-        yield _named("thread_name", process, row, title)
-    slices: dict[int, Event] = {}
-    yield from _compute_slices(timeline, slices)
-    yield from _dma_slices(timeline, queues, slices)
-    yield from _flows(timeline, slices)
+    rows: dict[tuple[str, str | int], Row] = {}
+    for process, named in ((_CORE, engines), (_DMA, dma)):
+        for number, (kind, name, title) in enumerate(named, 1):
+            rows[kind, name] = process, number
+            yield _named("thread_name", process, number, title)
+    rows["table", "scalar"] = rows["engine", "scalar"]
+    slices: dict[Booking, Event] = {}
+    free: dict[Row, int] = {}
+    bookings = itertools.chain.from_iterable(timeline.bookings)
+    for held in sorted(bookings, key=lambda held: held.stop):
+        row = rows[held.kind, held.row]
+        slices[held] = _slice(timeline, held, row, free.get(row, 0))
+        free[row] = slices[held]["ts"] + slices[held]["dur"]
+        yield slices[held]
+        if held.cause in slices and held.kind in ("engine", "queue"):
+            yield from _arrow(held, slices[held.cause], slices[held])
 
 
-def _engine_row(number: int) -> int:
-    return _FIRST_ENGINE_ROW + number + 1
+def _slice(timeline: Timeline, held: Booking, row: Row, free: int) -> Event:
+    """Return the slice of a booking, in nanoseconds.
+
+    One that fills stalls in pieces begins when its row is free, because slices of one row must not
+    overlap.
+    """
+    stop = round(held.stop * 1000)
+    start = min(max(round(held.start * 1000), free), stop)
+    instruction = timeline.trace.instructions[held.index]
+    name, args = instruction.name or instruction.op, {"index": held.index}
+    if held.kind == "table":
+        name = "activation table load"
+    elif held.kind != "dma engines":
+        args |= _arguments(timeline, held.index)
+    return {
+        "ph": "X", "name": name, "pid": row[0], "tid": row[1], "ts": start, "dur": stop - start,
+        "args": args,
+    }  # fmt: skip
 
 
 def _arguments(timeline: Timeline, index: int) -> dict[str, Any]:
-    instruction = timeline.trace.instructions[index]
+    """Return what a slice says of an instruction."""
+    instruction, cost = timeline.trace.instructions[index], timeline.work(index).dma
     args: dict[str, Any] = {
         "op": instruction.op,
         "source": f"{instruction.file}:{instruction.line}",
-        "index": index,
-        "latency_us": round(timeline.end[index] - timeline.start[index], 4),
+        "latency_us": round(timeline.end[index] - timeline.bookings[index][0].start, 4),
     }
     for key, value in instruction.attributes.items():
         if value is not None and value is not False:
             args[key] = value if isinstance(value, (int, float, str)) else str(value)
+    if cost is not None:
+        args |= {name: getattr(cost, name) for name in _OF_DMA}
     return args
 
 
-def _compute_slices(timeline: Timeline, slices: dict[int, Event]) -> Iterator[Event]:
-    """Yield the instructions by engine and time, and keep each in `slices`.
-
-    One that fills stalls in pieces begins behind what runs before it, because slices of one row
-    must not overlap.
-    """
-    free: dict[int, float] = {}
-    instructions = timeline.trace.instructions
-    for index in sorted(range(len(instructions)), key=timeline.interval_end.__getitem__):
-        instruction = instructions[index]
-        if instruction.engine == "dma":
-            continue
-        row = _ROWS[timeline.engine(index)]
-        stop = timeline.interval_end[index]
-        start = min(max(timeline.start[index], free.get(row, 0.0)), stop)
-        free[row] = stop
-        name = instruction.name or instruction.op
-        slices[index] = _slice(name, _CORE, row, start, stop, _arguments(timeline, index))
-        yield slices[index]
-    for start, stop in timeline.table_loads:
-        yield _slice("activation table load", _CORE, _ROWS["scalar"], start, stop, {})
-
-
-def _dma_slices(timeline: Timeline, queues: list[str], slices: dict[int, Event]) -> Iterator[Event]:
-    """Yield the issue and the parts of each DMA, and keep its first part in `slices`."""
-    for index, transfer in sorted(timeline.transfers.items()):
-        instruction, cost = timeline.trace.instructions[index], transfer.cost
-        name = instruction.name or instruction.op
-        args = _arguments(timeline, index) | {
-            "descriptors": cost.descriptors,
-            "hbm_read_bytes": cost.hbm_read_bytes,
-            "hbm_write_bytes": cost.hbm_write_bytes,
-        }
-        row = _FIRST_QUEUE_ROW + queues.index(cost.queue)
-        yield _slice(name, _DMA, row, transfer.issue_start, transfer.issue_end, args)
-        for engine, start, stop, _ in transfer.parts:
-            part = _slice(name, _DMA, _engine_row(engine), start, stop, {"index": index})
-            slices.setdefault(index, part)
-            yield part
-
-
-def _flows(timeline: Timeline, slices: dict[int, Event]) -> Iterator[Event]:
-    """Yield both ends of an arrow for each wait for another instruction's result or operands.
+def _arrow(held: Booking, source: Event, sink: Event) -> Iterator[Event]:
+    """Yield both ends of an arrow, if a booking waits for a result or for operands.
 
     A slice shorter than a nanosecond cannot hold an end of an arrow.
     """
-    for index, (kind, cause, _) in enumerate(timeline.waited):
-        if cause < 0 or kind not in ("result", "load", "reuse"):
-            continue
-        source, sink = slices[cause], slices[index]
-        if source["dur"] and sink["dur"] and sink["ts"] >= source["ts"]:
-            name = "load to use" if kind == "load" else "semaphore"
-            arrow = {"name": name, "cat": "flow", "id": index + 1}
-            last = source["ts"] + source["dur"] - 1  # within the slice, which ends before its stop
-            yield {"ph": "s", **arrow, "pid": source["pid"], "tid": source["tid"], "ts": last}
-            yield {**arrow, "ph": "f", "pid": sink["pid"], "tid": sink["tid"], "ts": sink["ts"],
-                   "bp": "e"}  # fmt: skip
-
-
-def _slice(
-    name: str, process: int, row: int, start_us: float, stop_us: float, args: dict[str, Any]
-) -> Event:
-    """Return a slice, in nanoseconds."""
-    start, stop = round(start_us * 1000), round(stop_us * 1000)
-    return {
-        "ph": "X", "name": name, "pid": process, "tid": row, "ts": start, "dur": stop - start,
-        "args": args,
-    }  # fmt: skip
+    wanted = held.why in ("result", "load", "reuse") and sink["ts"] >= source["ts"]
+    if wanted and source["dur"] and sink["dur"]:
+        name = "load to use" if held.why == "load" else "semaphore"
+        arrow = {"name": name, "cat": "flow", "id": held.index + 1}
+        last = source["ts"] + source["dur"] - 1  # within the slice, which ends before its stop
+        yield {"ph": "s", **arrow, "pid": source["pid"], "tid": source["tid"], "ts": last}
+        yield {**arrow, "ph": "f", "pid": sink["pid"], "tid": sink["tid"], "ts": sink["ts"],
+               "bp": "e"}  # fmt: skip
 
 
 def _named(kind: str, process: int, row: int, name: str) -> Event:

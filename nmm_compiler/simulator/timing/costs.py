@@ -299,7 +299,7 @@ class Work:
     engine: where it runs, as an index of ENGINES: where the trace says, or the compiler puts it.
     interval, latency: as in costs.py.
     table: the activation function whose table it needs, "" for none. dma: the cost of a transfer.
-    psum, sbuf: whether it uses that memory.
+    memories: of its operands.
     """
 
     def __init__(self, engine: int, instruction: Instruction) -> None:
@@ -308,8 +308,7 @@ class Work:
         self.interval = self.latency = 0.0
         self.table = ""
         self.dma: DmaCost | None = None
-        memories = {a.memory for a in instruction.operands}
-        self.psum, self.sbuf = "psum" in memories, "sbuf" in memories
+        self.memories = {access.memory for access in instruction.operands}
 
 
 def work_of(target: Target, instruction: Instruction) -> Work:

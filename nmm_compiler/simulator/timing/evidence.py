@@ -90,7 +90,7 @@ def unmodelled(
     trace, target = timeline.trace, timeline.target
     tiny, limited = _tiny_instructions(timeline, counts), _float32_products(timeline, kinds)
     barriers = sum(ops.get("core_barrier", 0) for ops in counts.values())
-    queues = sorted({transfer.cost.queue for transfer in timeline.transfers.values()})
+    queues = sorted({str(held.row) for held in timeline.of_kind("queue")})
     unset = sum(
         kind.count for kind in kinds
         if kind.first.engine == "vector" and kind.first.attributes.get("unset")

@@ -26,7 +26,8 @@ from nmm_compiler.simulator.timing.chrome_trace import write_chrome_traces
 from nmm_compiler.simulator.timing.costs import tensor_dtype
 from nmm_compiler.simulator.timing.evidence import ErrorBand, band_of, unmodelled
 from nmm_compiler.simulator.timing.regions import distinct_bytes
-from nmm_compiler.simulator.timing.timeline import Timeline, collector_held_off, time_traces
+from nmm_compiler.simulator.timing.schedule import collector_held_off, time_traces
+from nmm_compiler.simulator.timing.timeline import Timeline
 from nmm_compiler.simulator.trace import Access, Allocation, Instruction, Trace
 from nmm_compiler.targets import Target
 
@@ -238,10 +239,14 @@ def profile_timeline(timeline: Timeline) -> Profile:
     instructions: dict[str, dict[str, int]] = {}
     transposes = {"dma": 0, "tensor": 0, "vector": 0}
     flops, transpose_flops, ideal_us, kinds = 0, 0, 0.0, timeline.kinds.values()
+    read, written = 0, 0
     for kind in kinds:
         first, count = kind.first, kind.count
         ops = instructions.setdefault(first.engine, {})
         ops[first.op] = ops.get(first.op, 0) + count
+        if kind.dma is not None:
+            read += count * kind.dma.hbm_read_bytes
+            written += count * kind.dma.hbm_write_bytes
         turns = first.attributes.get("transpose") or first.attributes.get("is_transpose")
         of_products = count * _flops(first) if first.engine == "tensor" else 0
         if turns:
@@ -250,8 +255,6 @@ def profile_timeline(timeline: Timeline) -> Profile:
         elif of_products:
             flops += of_products
             ideal_us += of_products / _peak(target, first) * _US
-    read = sum([transfer.cost.hbm_read_bytes for transfer in timeline.transfers.values()])
-    written = sum([transfer.cost.hbm_write_bytes for transfer in timeline.transfers.values()])
     minimal = minimal_hbm_bytes(trace)
     memory_us = minimal / target.memory_bytes_per_second * _US
     latency = timeline.latency_us

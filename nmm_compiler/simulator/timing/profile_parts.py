@@ -30,14 +30,12 @@ def engine_table(found: Timeline) -> Grid:
     waiting = waits(found)
     total = found.latency_us or 1.0
     rows = []
-    for engine, name in ENGINE_NAMES.items():
+    for number, (engine, name) in enumerate(ENGINE_NAMES.items()):
         busy = found.busy_us.get(engine, 0.0)
         kinds = sorted(waiting.get(engine, {}).items(), key=lambda item: -item[1])
         if not (busy or kinds) or engine == "sync":
             continue
-        counts = sum(
-            found.engine(index) == engine for index in range(len(found.trace.instructions))
-        )
+        counts = sum(work.count for work in found.kinds.values() if work.engine == number)
         why = "; ".join(f"{WHY[kind]} {us:.1f}" for kind, us in kinds if us > _LEAST_SHARE * total)
         if engine == "dma":
             why = f"16 engines, {found.dma_engine_busy_us / 16:.1f} us each on average"

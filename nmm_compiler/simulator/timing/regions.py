@@ -3,33 +3,48 @@
 An access is a set of bytes: a partition range, a byte range and a strided pattern inside it.
 Bounding ranges are compared first; only when they intersect and one side has holes are the
 patterns themselves compared, and the comparison of two patterns at one distance is cached. Kernels
-touch the same regions again and again, so each region of a storage knows those that overlap it.
+touch the same regions again and again, so each region of a storage knows those that overlap it,
+and what used its bytes last.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
 from nmm_compiler.simulator.tensors.geometry import Pattern, contiguous_run, merged
+from nmm_compiler.simulator.timing.resources import Pool
+from nmm_compiler.simulator.timing.timeline import Booking
 from nmm_compiler.simulator.trace import Access
 
 _RUNS_LIMIT = 1 << 20
 
 
 @functools.lru_cache(maxsize=4096)
-def _run_starts(pattern: Pattern, item_bytes: int) -> tuple[np.ndarray, int]:
-    """Return the sorted starts (relative to byte_start) and the length of the contiguous runs."""
-    run = contiguous_run(pattern, item_bytes)
+def _runs(pattern: Pattern, item_bytes: int) -> tuple[np.ndarray, int]:
+    """Return the starts of the contiguous runs, from the first byte on, and their length."""
+    steps = sorted([(abs(step), count) for step, count in pattern if step], reverse=True)
+    dims = merged((count, step) for step, count in steps)
+    walked = tuple((step, count) for count, step in dims) or ((item_bytes, 1),)
+    run = contiguous_run(walked, item_bytes)
     starts = np.zeros(1, dtype=np.int64)
-    for step, count in pattern[:-1] if run > item_bytes else pattern:
-        if count > 1 and step:
-            starts = (starts[:, None] + np.arange(count, dtype=np.int64) * step).ravel()
-    starts = np.unique(starts)
-    return starts - starts[0], run
+    for step, count in walked[:-1] if run > item_bytes else walked:
+        starts = (starts[:, None] + np.arange(count, dtype=np.int64) * step).ravel()
+    return starts, run
+
+
+def _bytes_of(several: Sequence[tuple[np.ndarray, int]]) -> int:
+    """Return how many bytes runs of several lengths touch; a shared byte counts once."""
+    start = np.concatenate([starts for starts, _ in several])
+    stop = np.concatenate([starts + run for starts, run in several])
+    order = np.argsort(start)
+    start, stop = start[order], stop[order]
+    seen = np.concatenate(([start[0]], np.maximum.accumulate(stop)[:-1]))
+    return int(np.maximum(stop - np.maximum(start, seen), 0).sum())
 
 
 @functools.lru_cache(maxsize=65536)
@@ -37,15 +52,8 @@ def _patterns_meet(first: Pattern, item: int, second: Pattern, other: int, delta
     """Return whether `first` and `second`, whose start lies `delta` bytes later, share a byte."""
     if any(math.prod([n for _, n in pattern]) > _RUNS_LIMIT for pattern in (first, second)):
         return True  # too many runs to enumerate: assume the dependence
-    left, left_run = _run_starts(first, item)
-    right, right_run = _run_starts(second, other)
-    right = right + delta
-    if len(left) > len(right):
-        left, left_run, right, right_run = right, right_run, left, left_run
-    # a run of the longer list meets the run starting at s if it starts in (s - its length, s + run)
-    low = np.searchsorted(right, left - right_run, side="right")
-    high = np.searchsorted(right, left + left_run, side="left")
-    return bool((high > low).any())
+    left, (starts, run) = _runs(first, item), _runs(second, other)
+    return _bytes_of([left, (starts + delta, run)]) < _bytes_of([left]) + _bytes_of([(starts, run)])
 
 
 def overlaps(first: Access, second: Access) -> bool:
@@ -79,21 +87,82 @@ def covers(new: Access, old: Access) -> bool:
     return new.byte_start == old.byte_start and new.pattern == old.pattern
 
 
-def distinct_bytes(accesses: Sequence[Access]) -> int:
+def distinct_bytes(accesses: Iterable[Access]) -> int:
     """Return how many bytes accesses to one HBM tensor touch; a shared byte counts once."""
-    found: dict[tuple[Pattern, int], list[int]] = {}
+    several = []
     for access in accesses:
-        found.setdefault((access.pattern, access.item_bytes), []).append(access.byte_start)
-    starts, stops = [], []
-    for (pattern, item), firsts in found.items():
-        steps = sorted([(abs(step), count) for step, count in pattern if step], reverse=True)
-        dims = merged((count, step) for step, count in steps)
-        walked = tuple((step, count) for count, step in dims) or ((item, 1),)
-        offsets, run = _run_starts(walked, item)
-        starts.append((np.unique(firsts)[:, None] + offsets).ravel())
-        stops.append(starts[-1] + run)
-    start, stop = np.concatenate(starts), np.concatenate(stops)
-    order = np.argsort(start)
-    start, stop = start[order], stop[order]
-    seen = np.concatenate(([start[0]], np.maximum.accumulate(stop)[:-1]))
-    return int(np.maximum(stop - np.maximum(start, seen), 0).sum())
+        starts, run = _runs(access.pattern, access.item_bytes)
+        several.append((starts + access.byte_start, run))
+    return _bytes_of(several)
+
+
+Use = tuple[float, int, Booking]
+"""A write or a read: when it ends (microseconds), by which engine, and what held the engine."""
+WRITE = -1
+
+
+class Region:
+    """Bytes of a storage that instructions touch.
+
+    uses: the last write of exactly these bytes, by `WRITE`, and the last read since then of each
+    engine; later writes hide both. near: the regions of the storage that share a byte with it.
+    """
+
+    __slots__ = ("access", "near", "storage", "uses")
+
+    def __init__(self, storage: Storage, access: Access) -> None:
+        self.storage, self.access = storage, access
+        self.near = [self]
+        self.uses: dict[int, Use] = {}
+
+    def written(self, use: Use) -> None:
+        """Remember a write, and forget what it covers."""
+        for other in self.near:
+            if other is not self and covers(self.access, other.access):
+                other.uses.clear()
+        self.uses = {WRITE: use}
+
+    def read(self, use: Use) -> None:
+        """Remember a read."""
+        before = self.uses.get(use[1])
+        if before is None or use[0] > before[0]:
+            self.uses[use[1]] = use
+
+
+class Storage:
+    """What the timing pass knows of one allocation.
+
+    regions: those that instructions have touched; kernels touch the same ones again and again, so
+    which of them overlap is found once.
+    end: end of the last access so far, by `user`.
+    floor: when its memory is free, negative before first use; `freed_by` frees it.
+    place: all of its bytes in its memory, of a tensor that lies at an address or in one buffer.
+    pool: where it takes its memory from otherwise, until it gives it back.
+    put_off: (region, whether it writes, store) of each store that was put off and touches it.
+    """
+
+    def __init__(self, last_write: int, last_use: int, size: int) -> None:
+        self.last_write, self.last_use, self.size = last_write, last_use, size
+        self.regions: dict[tuple[Any, ...], Region] = {}
+        self.user: Booking | None = None
+        self.freed_by: Booking | None = None
+        self.end = 0.0
+        self.floor = -1.0
+        self.place: Access | None = None
+        self.pool: Pool | None = None
+        self.put_off: list[tuple[Region, bool, Any]] = []
+
+    def region(self, access: Access) -> Region:
+        """Return the region of an access; it and all that it overlaps know each other."""
+        key = access.partition_start, access.partition_stop, access.byte_start, access.pattern
+        region = self.regions.get(key)
+        if region is None:
+            region = Region(self, access)
+            start, stop = access.byte_start, access.byte_stop
+            for other in self.regions.values():  # most of many are tiles that lie apart
+                there = other.access
+                if there.byte_start < stop and start < there.byte_stop and overlaps(there, access):
+                    region.near.append(other)
+                    other.near.append(region)
+            self.regions[key] = region
+        return region

@@ -14,23 +14,18 @@ import heapq
 import math
 from collections.abc import Callable
 
+from nmm_compiler.simulator.timing.timeline import AT_ONCE, Booking, Waited
+
 _GAPS_KEPT = 64
 _SMALLEST_GAP_US = 0.02
 _WORTH_A_SWAP = 0.5  # assumed: a stall shorter than this part of an instruction is left
-
-
-Spans = list[tuple[float, float]]
-"""(start, end) of each."""
-Waited = tuple[str, int, float]
-"""What a start waited for: a key of `causes.WHY`, the instruction (-1 for none) and its end."""
-AT_ONCE: Waited = ("start", -1, 0.0)
 
 
 class Slots:
     """One resource; `place` books the earliest free interval. Times in microseconds.
 
     starts, stops: the gaps before `tail`, in order. A gap that ends too early is never looked at.
-    ended: by the time at which a booking ended, what one that starts then waited for.
+    ended: by the time at which a booking lets go, what one that starts then waited for.
     """
 
     def __init__(self) -> None:
@@ -45,7 +40,9 @@ class Slots:
         twin.tail = self.tail + shift
         twin.starts = [start + shift for start in self.starts]
         twin.stops = [stop + shift for stop in self.stops]
-        twin.ended = {when + shift: waited for when, waited in self.ended.items()}
+        twin.ended = {
+            when + shift: (kind, held, when + shift) for when, (kind, held, _) in self.ended.items()
+        }
         return twin
 
     def close(self, when: float) -> None:
@@ -64,7 +61,7 @@ class Slots:
         """
         starts, stops = self.starts, self.stops
         if not stops or stops[-1] <= ready:
-            return self._append(ready, duration)
+            return self.append(ready, duration)
         at = self._fill(ready, duration)
         if at is not None:
             return at
@@ -84,8 +81,8 @@ class Slots:
                 stops.append(begin)
                 break
         if left == duration:
-            return self._append(ready, duration)
-        before = self.ended.get(self.tail, AT_ONCE)[1]
+            return self.append(ready, duration)
+        _, before, _ = self.ended.get(self.tail, AT_ONCE)
         self.tail += max(left, 0.0)
         at = self.tail - duration
         self.ended[at] = "engine", before, at
@@ -98,7 +95,7 @@ class Slots:
             at = self._fill(ready, duration)
             if at is not None:
                 return at
-        return self._append(ready, duration)
+        return self.append(ready, duration)
 
     def _fill(self, ready: float, duration: float) -> float | None:
         """Book the earliest gap that is long enough, if there is one; return the start."""
@@ -123,7 +120,7 @@ class Slots:
                 return at
         return None
 
-    def _append(self, ready: float, duration: float) -> float:
+    def append(self, ready: float, duration: float) -> float:
         """Book behind everything; what stays free before it is a gap."""
         tail = self.tail
         if ready > tail:
@@ -141,7 +138,7 @@ class Slots:
 class Pool:
     """The bytes (per partition) of SBUF or PSUM, handed out in program order.
 
-    freed_by: the instruction that used the tensor last whose bytes were handed out last.
+    freed_by: what used the tensor last whose bytes were handed out last.
     settle: books the store that was put off and is ready first, if that is before the given time;
     this frees its source. Returns whether there was one.
     """
@@ -150,8 +147,8 @@ class Pool:
         self.settle = settle
         self.free = capacity
         self.overflow = 0
-        self.freed_by = -1
-        self.dead: list[tuple[float, int, int]] = []
+        self.freed_by: Booking | None = None
+        self.dead: list[tuple[float, int, int, Booking | None]] = []
 
     def take(self, size: int) -> float:
         """Allocate `size` bytes; return the time from which they are free (0 if never used).
@@ -168,12 +165,12 @@ class Pool:
                 continue
             if not dead:
                 break
-            when, released, self.freed_by = heapq.heappop(dead)
+            when, released, _, self.freed_by = heapq.heappop(dead)
             self.free += released
         if self.free < 0:
             self.overflow = max(self.overflow, -self.free)
         return when
 
-    def release(self, size: int, when: float, user: int) -> None:
-        """Give back `size` bytes, last used until `when` by the instruction `user`."""
-        heapq.heappush(self.dead, (when, size, user))
+    def release(self, size: int, when: float, user: Booking | None) -> None:
+        """Give back `size` bytes, last used until `when`."""
+        heapq.heappush(self.dead, (when, size, user.index if user else -1, user))
