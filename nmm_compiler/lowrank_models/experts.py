@@ -160,10 +160,7 @@ def install(
     """
     given = cast(Any, layer)
     if not isinstance(layer, CompressedExperts):
-        given.dense_class = type(layer)
-        given.dense_transposed = given.is_transposed
-        layer.__class__ = CompressedExperts  # its attributes and its remaining weights stay
-        given.said = _gating(layer)
+        adopt(layer)
     delattr(layer, name)
     if base is not None and base.format in MX and given.said is not None:
         halved, turns = name == "gate_up_proj", given.said["halves"] == HALVES[1]
@@ -191,6 +188,16 @@ def install(
         layer.add_module(name.replace("_proj", "_base"), base)
     if factors is not None:
         layer.add_module(name.replace("_proj", "_factors"), factors)
+
+
+def adopt(layer: nn.Module) -> None:
+    """Make a layer of stacked experts one that computes by `nmm.experts`; its attributes and its
+    weights stay."""
+    given = cast(Any, layer)
+    given.dense_class, given.dense_transposed = type(layer), given.is_transposed
+    if not isinstance(layer, CompressedExperts):
+        layer.__class__ = CompressedExperts
+    given.said = _gating(layer)
 
 
 def _filled(tensor: torch.Tensor, dim: int, step: int) -> torch.Tensor:

@@ -1,9 +1,9 @@
 """Experts in a predicted model: one call a layer, which reads the groups that tokens choose.
 
-Modules that hold the weights of all experts in 3-D parameters, as transformers' do, become modules
-that call `nmm.experts`. Of `tp` cores each has a part of every expert's features, or, where those
-do not divide, some whole experts; either way their results are summed. How many experts a step
-reads is expected of uniform routing, or of counts that somebody has measured (`read_routing`).
+Layers of stacked experts compute by `nmm.experts`, as compressed ones do. Of `tp` cores each has a
+part of every expert's features, or, where those do not divide, some whole experts; either way their
+results are summed. How many experts a step reads is expected of uniform routing, or of counts that
+somebody has measured (`read_routing`).
 """
 
 from __future__ import annotations
@@ -12,143 +12,107 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from nmm_compiler.errors import ModelError, OptionTypeError
-from nmm_compiler.kernels.experts.spec import FACTORS, ExpertsSpec
-from nmm_compiler.lowrank_models.experts import CompressedExperts
+from nmm_compiler.kernels.experts.spec import ExpertsSpec
+from nmm_compiler.lowrank_models.experts import CompressedExperts, adopt, is_stacked
 from nmm_compiler.lowrank_models.meta_copies import MetaModel
-from nmm_compiler.prediction.tensor_parallel import HOOK
+from nmm_compiler.prediction.tensor_parallel import HOOK, summed
 from nmm_compiler.prediction.walk import Piece
 
-_ACTIVATIONS = {
-    "silu": "silu", "swish": "silu", "gelu": "gelu", "relu": "relu",
-    "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
-}  # fmt: skip
 
+class _Repeated(CompressedExperts):
+    """Experts as Llama 4 calls them: x has every token once for each expert.
 
-class ExpertsCall(nn.Module):
-    """The experts of one layer that a core has, as one call; their sum over the cores follows."""
+    Those that a token did not choose multiply zeros, and are not read.
+    """
 
-    def __init__(self, old: nn.Module, config: Any, tp: int) -> None:
-        super().__init__()
-        given: Any = old
-        ranks = [0, 0]
-        if isinstance(old, CompressedExperts):
-            up, down = given.gate_up_factors, given.down_factors
-            ranks = [up.rank, down.rank]
-            groups, k, n, dtype = (
-                down.up.shape[0],
-                down.up.shape[1],
-                down.down.shape[2],
-                up.up.dtype,
-            )
-        else:
-            up, down = given.gate_up_proj, given.down_proj
-            turned = up.shape[1] == 2 * down.shape[2]  # stored [outputs, inputs]
-            groups, n, dtype = down.shape[0], down.shape[2 if turned else 1], up.dtype
-            k = down.shape[1 if turned else 2]
-        if n % tp and groups % tp:
-            raise ModelError(
-                f"{type(old).__name__}: {tp} cores share neither {n} features nor {groups} "
-                "experts evenly; use another tp"
-            )
-        # each share of the features would have the first factors whole
-        self.tp, self.by_groups = tp, bool(n % tp) or (any(ranks) and not groups % tp)
-        self.every, self.top_k = groups, getattr(config, "num_experts_per_tok", 1)
-        n, groups = (n, groups // tp) if self.by_groups else (n // tp, groups)
+    has_gate, has_bias, is_transposed = True, False, True
 
-        def made(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(*shape, dtype=dtype, device="meta"), False)
+    def _apply_gate(self, both: Tensor) -> Tensor:
+        gate, up = both.chunk(2, -1)
+        activated: Tensor = cast(Any, self).act_fn(gate)
+        return activated * up
 
-        first, second = (rank or inputs for rank, inputs in zip(ranks, (k, n), strict=True))
-        self.gate_up, self.down = made(groups, first, 2 * n), made(groups, second, k)
-        self.gate_up_u = made(groups, k, first) if any(ranks) else None
-        self.down_u = made(groups, n, second) if any(ranks) else None
-        biased = getattr(given, "gate_up_proj_bias", None) is not None
-        self.gate_up_bias = made(groups, 2 * n) if biased else None
-        self.down_bias = made(groups, k) if biased else None
-        self.form = FACTORS if any(ranks) else ""
-        self.said: dict[str, Any] = {"activation": _activation(config)}
-        if hasattr(given, "limit") and hasattr(given, "alpha"):
-            self.said = {
-                "halves": "interleaved", "limit": float(given.limit),
-                "slope": float(given.alpha), "plus": 1.0,
-            }  # fmt: skip
-
-    # whether this call sums over the cores, or what it is added to
-    alone = True
-
-    def forward(
-        self, x: Tensor, index: Tensor | None = None, gates: Tensor | None = None
-    ) -> Tensor:
-        """Return what the experts of this core add to y, summed over the cores.
-
-        Without an index x has every token once for each expert, as Llama 4's have it; the experts
-        that a token did not choose multiply zeros, and are not read.
-        """
-        if index is None or gates is None:
-            return self._of_repeated(x)
-        y = torch.ops.nmm.experts(
-            x, self.gate_up, self.down, index, gates, self.gate_up_bias, self.down_bias,
-            gate_up_u=self.gate_up_u, down_u=self.down_u, format=self.form, **self.said,
-        )  # fmt: skip
-        return torch.ops.nmm_prediction.all_reduce(y) if self.tp > 1 and self.alone else y
-
-    def _of_repeated(self, x: Tensor) -> Tensor:
-        tokens = x.shape[0] // self.every
-        index = x.new_zeros(tokens, self.top_k, dtype=torch.int64)
-        y = self(x[:tokens], index, x.new_zeros(tokens, self.top_k))
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        """Return what the experts that tokens chose make of them, in the place of the first."""
+        given: Any = self
+        tokens = x.shape[0] // given.num_experts
+        index = x.new_zeros(tokens, given.top_k, dtype=torch.int64)
+        y = super().forward(x[:tokens], index, x.new_zeros(tokens, given.top_k))
         return torch.cat([y, x[tokens:]])
 
 
-def _activation(config: Any) -> str:
-    name = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", "silu")
-    if name not in _ACTIVATIONS:
-        raise ModelError(f"experts with activation {name!r} have no kernel")
-    return _ACTIVATIONS[name]
+def experts_as_calls(model: MetaModel, tp: int) -> int:
+    """Make the experts of a model calls of `nmm.experts`, of what one of `tp` cores has of them.
 
-
-def experts_as_calls(model: MetaModel, tp: int) -> None:
-    """Replace the experts of a model; raise ModelError for those that no kernel computes."""
-    config = getattr(model.module, "config", None)
-    for name, module in list(model.module.named_modules()):
-        if "experts" not in f"{name.rpartition('.')[2]} {type(module).__name__}".lower():
+    Returns how many cores have other experts. Raises ModelError for experts that no kernel
+    computes, and for those that the cores cannot share.
+    """
+    config: Any = getattr(model.module, "config", None)
+    shared = 1
+    for name, module in model.module.named_modules():
+        given: Any = module
+        if type(module).__name__ == "Llama4TextExperts":
+            given.top_k = getattr(config, "text_config", config).num_experts_per_tok
+            module.__class__ = _Repeated
+        if isinstance(module, _Repeated) or is_stacked(module):
+            adopt(module)
+            if given.said is None:
+                raise ModelError(f"{model.name} has experts ({name}) that are no gated MLPs")
+        elif not isinstance(module, CompressedExperts):
             continue
-        if isinstance(module, nn.Linear) or name.rpartition(".")[2].startswith("shared_expert"):
-            continue
-        stacked = [getattr(module, one, None) for one in ("gate_up_proj", "down_proj")]
-        low = isinstance(module, CompressedExperts)
-        if low and not all(hasattr(module, f"{one}_factors") for one in ("gate_up", "down")):
+        held = dict(module.named_parameters())
+        if ("gate_up_proj" in held) != ("down_proj" in held):
             raise ModelError(
                 f"{model.name} has experts ({name}) of which one weight is low-rank and another is "
                 "not: no kernel computes them in one call; include both, or leave both out"
             )
-        if not low and not all(isinstance(p, nn.Parameter) and p.dim() == 3 for p in stacked):
-            if any(isinstance(one, ExpertsCall) for one in module.modules()):
-                continue
-            if any(isinstance(p, nn.Parameter) and p.dim() == 3 for p in module.parameters(False)):
-                raise ModelError(f"{model.name} has experts ({name}) that are no gated MLPs")
-            continue
-        text = getattr(config, "text_config", config)
-        parent = model.module.get_submodule(name.rpartition(".")[0])
-        setattr(parent, name.rpartition(".")[2], ExpertsCall(module, text, tp))
+        if tp > 1:
+            shared = max(shared, _cut(module, held, tp))
+            setattr(module, HOOK, module.register_forward_hook(summed))
+    return shared
+
+
+def _cut(layer: nn.Module, held: dict[str, nn.Parameter], tp: int) -> int:
+    """Leave one core's part of every expert's features, or some whole experts; return how many
+    cores have other experts."""
+    turned, low = cast(Any, layer).dense_transposed, "down_proj" not in held
+    of_h = {
+        "gate_up_proj": 2 if turned else 1, "gate_up_proj_bias": 1, "gate_up_factors.up": 1,
+        "down_proj": 1 if turned else 2, "down_factors.down": 2,
+    }  # fmt: skip
+    last = "down_factors.down" if low else "down_proj"
+    groups, n = held[last].shape[0], held[last].shape[of_h[last]]
+    if n % tp and groups % tp:
+        raise ModelError(
+            f"{type(layer).__name__}: {tp} cores share neither {n} features nor {groups} "
+            "experts evenly; use another tp"
+        )
+    # each share of the features would have the first factors whole
+    by_groups = bool(n % tp) or (low and not groups % tp)
+    for name, parameter in held.items():
+        axis = 0 if by_groups else of_h.get(name)
+        if axis is not None:
+            owner, _, leaf = name.rpartition(".")
+            part = parameter.narrow(axis, 0, parameter.shape[axis] // tp)
+            setattr(layer.get_submodule(owner), leaf, nn.Parameter(part, False))
+    return tp if by_groups else 1
 
 
 def sum_shared_once(model: MetaModel, tp: int) -> None:
     """Sum over the cores once where a layer adds its shared experts to those that tokens chose."""
     for block in list(model.module.modules()) if tp > 1 else ():
-        calls = [one for one in block.children() if isinstance(one, ExpertsCall)]
+        calls = [one for one in block.children() if isinstance(one, CompressedExperts)]
         shared = [one for name, one in block.named_children() if name.startswith("shared_expert")]
         ends = [end for one in shared for end in one.modules() if hasattr(end, HOOK)]
         if calls and ends:
-            for end in ends:
+            for end in (*calls, *ends):
                 getattr(end, HOOK).remove()
-            for call in calls:
-                call.alone = False
             block.register_forward_hook(_sum_of_block)
 
 
@@ -159,20 +123,19 @@ def _sum_of_block(block: nn.Module, given: Any, made: Any) -> Any:
     return torch.ops.nmm_prediction.all_reduce(made)
 
 
-def routed(pieces: list[Piece], routing: tuple[float, ...], model: MetaModel) -> list[Piece]:
+def routed(pieces: list[Piece], routing: tuple[float, ...], shared: int) -> list[Piece]:
     """Return the pieces, calls of experts with the distinct ones that the counts let expect.
 
-    Without counts all experts of the model are equally likely, those of other cores too.
+    Without counts all experts of the model are equally likely, those of other cores too. shared:
+    how many cores have other experts.
     """
-    calls = [one for one in model.module.modules() if isinstance(one, ExpertsCall)]
-    parts = {one.tp for one in calls if one.by_groups} or {1}
-    if not routing and parts == {1}:
+    if not routing and shared == 1:
         return pieces
 
     def counted(spec: Any) -> Any:
         if not isinstance(spec, ExpertsSpec):
             return spec
-        groups = spec.groups * max(parts)
+        groups = spec.groups * shared
         counts = routing or (1.0,) * groups
         if len(counts) != groups:
             raise ModelError(
@@ -182,7 +145,7 @@ def routed(pieces: list[Piece], routing: tuple[float, ...], model: MetaModel) ->
         whole = sum(counts)
         shares = (min(1.0, spec.top_k * count / whole) for count in counts)
         distinct = sum(1 - (1 - share) ** spec.m for share in shares)
-        return dataclasses.replace(spec, distinct=distinct / max(parts))
+        return dataclasses.replace(spec, distinct=distinct / shared)
 
     return [
         dataclasses.replace(piece, ways=tuple(tuple(map(counted, row)) for row in piece.ways))

@@ -168,11 +168,15 @@ def _dtype_of(model: Any) -> str:
 
 @dataclass
 class Prepared:
-    """One core's share of a model, ready to be traced; what was traced of it stays."""
+    """One core's share of a model, ready to be traced; what was traced of it stays.
+
+    shared: how many cores have other experts.
+    """
 
     model: MetaModel
     ranks: tuple[int, ...]
     parameters: int
+    shared: int
     graphs: dict[tuple[Any, ...], Graphs] = field(default_factory=dict)
     walked: dict[tuple[Any, ...], list[Piece]] = field(default_factory=dict)
 
@@ -224,7 +228,7 @@ def _prediction(
     inside = norms and STACKS[machine.stack].kernels == "ours"
     phases = []
     for one in asked:
-        pieces = routed(prepared.pieces(one, named, machine, inside), routing, model)
+        pieces = routed(prepared.pieces(one, named, machine, inside), routing, prepared.shared)
         phases.append(_phase(one.name, pieces, machine, setting["batch"], layers, head))
     return ModelPrediction(
         name=model.name,
@@ -258,11 +262,11 @@ def prepare(given: Any, low: Mapping[str, Any] | None, dtype: str, tp: int) -> P
         _compress(model, low)
     ranks = tuple(sorted(set(SavedLayers.of(model.module).ranks.values()) - {0}))
     parameters = count_parameters(model.module)
-    experts_as_calls(model, tp)
+    shared = experts_as_calls(model, tp)
     shorten(model)
     shard(model, tp)
     sum_shared_once(model, tp)
-    return Prepared(model, ranks, parameters)
+    return Prepared(model, ranks, parameters, shared)
 
 
 def _refuse_packed(model: MetaModel, tp: int) -> None:
@@ -365,8 +369,10 @@ def _weight_bytes(model: MetaModel, dtype: str, machine: Machine, head: str) -> 
     for name, parameter in model.module.named_parameters():
         size = parameter.numel() * parameter.element_size()
         here = machine.of_head if name == f"{head}.weight" else machine
-        if here.form.base and parameter.dim() == 3 and name.endswith((".gate_up", ".down")):
-            groups, k, n = parameter.shape
+        if here.form.base and name.endswith((".gate_up_proj", ".down_proj")):
+            owner: Any = model.module.get_submodule(name.rpartition(".")[0])
+            groups, *sizes = parameter.shape
+            k, n = sizes if owner.dense_transposed else reversed(sizes)
             size = groups * here.form.stored_bytes(32 * tiles(k, 32), n)
         elif here.form.base and parameter.dim() == 2 and "embed" not in name:
             size = here.form.stored_bytes(*reversed(parameter.shape))

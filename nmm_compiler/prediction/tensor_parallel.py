@@ -48,8 +48,8 @@ _library.impl("all_reduce", lambda x: torch.empty_like(x), "Meta")
 _library.impl("all_gather", lambda x, features: x.new_empty(*x.shape[:-1], features), "Meta")
 
 
-def _sum(linear: nn.Module, given: Any, y: Tensor) -> Tensor:
-    """Add up what the cores have of a linear that was cut by input features."""
+def summed(module: nn.Module, given: Any, y: Tensor) -> Tensor:
+    """Add up what the cores have of a linear that was cut by input features, or of experts."""
     return torch.ops.nmm_prediction.all_reduce(y)
 
 
@@ -148,6 +148,6 @@ def _cut(parent: nn.Module, name: str, role: str, tp: int, heads: _Heads | None)
     else:
         new = nn.Linear(*sizes, bias, device="meta", dtype=dtype)
         if role != "colwise":
-            after = _sum if role == "rowwise" else functools.partial(_gather, n)
+            after = summed if role == "rowwise" else functools.partial(_gather, n)
             setattr(new, HOOK, new.register_forward_hook(after))
     setattr(parent, name, new.requires_grad_(False))
