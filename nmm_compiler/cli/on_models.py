@@ -288,10 +288,9 @@ def export(
         )
     written = module.save(output)
     rows = [
-        (kernel.name, len(kernel.calls), len(kernel.sources),
-         ", ".join(dict.fromkeys(launch.family for launch in kernel.launches)))
+        (kernel.name, len(kernel.calls), len(kernel.sources), kernel.family)
         for kernel in module.kernels
-    ]  # fmt: skip
+    ]
     table = Grid.of(("kernel", "calls", "sources", "family"), rows, right=("calls", "sources"))
     nothing = f"nothing was fused; `nmm explain {model}` says why"
     files = [f"wrote {path}" for path in written]

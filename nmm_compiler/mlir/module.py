@@ -4,8 +4,7 @@ A `KernelCall` is a `torch.ops.nmm.*` node as plain data: which op, which tensor
 (flattened in schema order, absent ones left out), every other argument, and the shapes. Calls with
 the same `signature` are served by one `ExportedKernel`. Its specs come from the function that
 serves a compiled model (`ops.lower.lower`), so that an exported call and a compiled one mean the
-same kernels. A call is one launch; where the target has no room for one, projections that share an
-input are one launch each.
+same kernels. A call is one launch.
 """
 
 from __future__ import annotations
@@ -124,27 +123,13 @@ class KernelSource(Record):
 
 
 @dataclass(frozen=True)
-class KernelLaunch(Record):
-    """One launch of an NKI kernel.
-
-    family, spec: what it computes, as KernelSpec's JSON; "m" is null when the token count is known
-    at run time only. operands: for each positional argument of the NKI function, the number of the
-    call's operand. sources: NKI files, one per token count; empty when none were written.
-    """
-
-    family: str
-    spec: dict[str, Any]
-    operands: tuple[int, ...]
-    sources: tuple[KernelSource, ...]
-
-
-@dataclass(frozen=True)
 class ExportedKernel(Record):
     """One distinct kernel of a module: a function, or the target of custom_calls.
 
-    name: the function's name. op: the torch op. calls: the FX nodes that it serves. launches: the
-    NKI kernels that compute it: one for all results, or launch i for result i where a target has
-    no room for the one.
+    name: the function's name. op: the torch op. calls: the FX nodes that it serves. family, spec:
+    what its NKI kernel computes, as KernelSpec's JSON; "m" is null when the token count is known at
+    run time only. operands: for each positional argument of the NKI function, the number of the
+    call's operand. sources: NKI files, one per token count; empty when none were written.
     """
 
     name: str
@@ -153,25 +138,23 @@ class ExportedKernel(Record):
     out_layout: str
     target: str
     calls: tuple[str, ...]
-    launches: tuple[KernelLaunch, ...]
+    family: str
+    spec: dict[str, Any]
+    operands: tuple[int, ...]
+    sources: tuple[KernelSource, ...]
 
     @classmethod
     def of(cls, calls: Sequence[KernelCall], options: Options, sources: bool) -> ExportedKernel:
         """Return the kernel that serves these calls, which have one signature.
 
-        sources: build the NKI source of every launch, for the calls' token count or, when that is
-        known at run time only, for each of options.buckets. Raises ModelError when no kernel family
-        computes the calls, or there are no buckets.
+        sources: build the NKI source, for the calls' token count or, when that is known at run time
+        only, for each of options.buckets. Raises ModelError when no kernel family computes the
+        calls, or there are no buckets.
         """
         call, keywords = calls[0], calls[0].kwargs
         digest = hashlib.sha256(call.signature().encode()).hexdigest()[:8]
-        found: list[tuple[Any, tuple[int, ...], list[KernelSource]]] = []
-        for tokens in _token_counts(call, options, sources):
-            for index, (spec, order) in enumerate(_launches(call, tokens, options, sources)):
-                if index == len(found):
-                    found.append((spec, order, []))
-                if sources:
-                    found[index][2].append(_source(spec, tokens, keywords["target"], options))
+        counts = _token_counts(call, options, sources)
+        specs, orders = zip(*(_launch(call, tokens) for tokens in counts), strict=True)
         return cls(
             name=f"nmm_{call.op}_{digest}",
             op=call.op,
@@ -179,42 +162,31 @@ class ExportedKernel(Record):
             out_layout=",".join(keywords.get("out_layouts") or [keywords["out_layout"]]),
             target=keywords["target"],
             calls=tuple(one.node for one in calls),
-            launches=tuple(
-                KernelLaunch(
-                    spec.family,
-                    spec.to_dict() | ({"m": None} if call.dynamic else {}),
-                    order,
-                    tuple(built),
-                )
-                for spec, order, built in found
+            family=specs[0].family,
+            spec=specs[0].to_dict() | ({"m": None} if call.dynamic else {}),
+            operands=orders[0],
+            sources=tuple(
+                _source(spec, tokens, keywords["target"], options)
+                for spec, tokens in zip(specs, counts, strict=True)
+                if sources
             ),
         )
 
-    @property
-    def sources(self) -> tuple[KernelSource, ...]:
-        """The NKI sources of all launches."""
-        return tuple(source for launch in self.launches for source in launch.sources)
-
     def attributes(self) -> dict[str, Any]:
-        """Return the module's attributes of the kernel; lists have one entry per launch."""
-        launches = self.launches
-        specs = [json.dumps(launch.spec, sort_keys=True) for launch in launches]
+        """Return the module's attributes of the kernel."""
         found: dict[str, Any] = {
             "op": self.op,
-            "family": _one_or_all([launch.family for launch in launches]),
-            "spec": _one_or_all(specs),
-            "operands": _one_or_all([list(launch.operands) for launch in launches]),
+            "family": self.family,
+            "spec": json.dumps(self.spec, sort_keys=True),
+            "operands": self.operands,
             "target": self.target,
             "x_layout": self.x_layout,
             "out_layout": self.out_layout,
         }
         if self.sources:
-            of_each = [launch.sources for launch in launches]
-            found["source"] = _one_or_all([_one_or_all([s.file for s in e]) for e in of_each])
-            found["source_sha256"] = _one_or_all(
-                [_one_or_all([s.sha256 for s in e]) for e in of_each]
-            )
-            found["source_tokens"] = _one_or_all([s.tokens for s in of_each[0]])
+            found["source"] = _one_or_all([source.file for source in self.sources])
+            found["source_sha256"] = _one_or_all([source.sha256 for source in self.sources])
+            found["source_tokens"] = _one_or_all([source.tokens for source in self.sources])
         return found
 
 
@@ -236,25 +208,18 @@ def _token_counts(call: KernelCall, options: Options, sources: bool) -> tuple[in
     return options.buckets
 
 
-def _launches(
-    call: KernelCall, tokens: int, options: Options, sources: bool
-) -> list[tuple[Any, tuple[int, ...]]]:
-    """Return the spec of each launch and, for its operands in order, their numbers in the call.
-
-    sources: whether the target has to be able to build each launch, under these options.
-    """
+def _launch(call: KernelCall, tokens: int) -> tuple[Any, tuple[int, ...]]:
+    """Return the spec of a call's kernel and, for its operands in order, their numbers in the
+    call."""
     tensors = call.tensors()
     args, keywords = call.rebuild(tensors.__getitem__)
     try:
-        launches = lowering.lower(call.op, args, keywords, tokens).launches
+        (launch,) = lowering.lower(call.op, args, keywords, tokens).launches
     except NmmError as error:
         raise ModelError(f"no kernel computes {call.node}: {error}") from error
     numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
     # The first operand of a launch is x seen as a matrix; the others are the call's own tensors.
-    return [
-        (launch.spec, (0, *(numbers[id(tensor)] for tensor in launch.operands[1:])))
-        for launch in launches
-    ]
+    return launch.spec, (0, *(numbers[id(tensor)] for tensor in launch.operands[1:]))
 
 
 def _source(spec: Any, tokens: int, target: str, options: Options) -> KernelSource:
@@ -301,11 +266,10 @@ class MLIRModule:
     def manifest(self, directory: str = ".") -> dict[str, Any]:
         """Return the map of names to files, as plain JSON data; `directory` holds the sources."""
         kernels = [kernel.to_dict() for kernel in self.kernels]
-        for launch in itertools.chain.from_iterable(kernel["launches"] for kernel in kernels):
-            for source in launch["sources"]:
-                source["file"] = f"{directory}/{source['file']}"
+        for source in itertools.chain.from_iterable(kernel["sources"] for kernel in kernels):
+            source["file"] = f"{directory}/{source['file']}"
         return {
-            "version": 1,
+            "version": 2,
             "entry": "main",
             "dialect": self.dialect,
             "kernels_mode": self.mode,

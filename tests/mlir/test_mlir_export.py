@@ -116,8 +116,7 @@ def test_golden(name: str) -> None:
 def test_attributes_say_what_the_kernel_is() -> None:
     torch_form = export_mlir(*lora_call(), dialect="torch", sources=False)
     (kernel,) = torch_form.kernels
-    (launch,) = kernel.launches
-    spec = launch.spec
+    spec = kernel.spec
     assert {key: spec[key] for key in ("m", "k", "r", "n", "base", "bias", "scale")} == {
         "m": 6,
         "k": 32,
@@ -128,7 +127,7 @@ def test_attributes_say_what_the_kernel_is() -> None:
         "scale": 2.0,
     }
     # the op takes x, u, v, bias, w; the NKI function x, u, v, w, bias
-    assert launch.operands == (0, 1, 2, 4, 3)
+    assert kernel.operands == (0, 1, 2, 4, 3)
     declaration = next(line for line in torch_form.text.splitlines() if "nmm.spec" in line)
     assert 'nmm.family = "lowrank"' in declaration
     assert 'nmm.target = "trn2"' in declaration
@@ -175,7 +174,7 @@ def test_every_op_is_one_call(name: str, dialect: str, mode: str) -> None:
     module = export_mlir(model, (torch.randn(4, 16),), dialect=dialect, kernels=mode, sources=False)
     (kernel,) = module.kernels
     assert kernel.op == name
-    used = {number for launch in kernel.launches for number in launch.operands}
+    used = {*kernel.operands}
     assert used == set(range(len(model.weights) + 1))
     assert kernel_calls(module) == [kernel.name]
     parses_back(module.text, dialect, 1)
@@ -238,7 +237,7 @@ def test_a_dynamic_token_count_stays_open(dialect: str) -> None:
         model, inputs, dialect=dialect, dynamic_shapes={"x": {0: tokens}}, sources=False
     )
     assert module.arguments[-1].shape == (None, 16)
-    assert module.kernels[0].launches[0].spec["m"] is None
+    assert module.kernels[0].spec["m"] is None
     assert ("[?,16]" if dialect == "torch" else "tensor<?x16xf32>") in module.text
     parses_back(module.text, dialect, 1)
 
@@ -341,8 +340,7 @@ def test_the_manifest_ties_names_to_files(module: MLIRModule, tmp_path: Path) ->
     assert manifest["dialect"] == "stablehlo"
     assert [a["kind"] for a in manifest["arguments"]] == ["weight", "weight", "input"]
     (kernel,) = manifest["kernels"]
-    (launch,) = kernel["launches"]
-    (source,) = launch["sources"]
+    (source,) = kernel["sources"]
     text = (tmp_path / source["file"]).read_text()
     assert hashlib.sha256(text.encode()).hexdigest() == source["sha256"]
     assert f'nmm.source_sha256 = "{source["sha256"]}"' in module.text
