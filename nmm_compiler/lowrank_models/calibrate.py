@@ -3,9 +3,8 @@
 In: the model, the layers, and batches to run through it. Out, per layer and in float64: A = E[x
 x^T] over the tokens x that reach it, and on request G = E[g g^T] over sampled gradients g at its
 output. The moment of the longer side is kept multiplied onto the shorter side (`moments.py`): E[(W
-x)(W x)^T] where W [n, k] has n < k, E[(W^T g)(W^T g)^T] where n > k. Layers that read the same
-tensor (query, key and value; gate and up) share one A. For a base of few bits both are kept whole,
-since what the base leaves of W is not known yet.
+x)(W x)^T] where W [n, k] has n < k, E[(W^T g)(W^T g)^T] where n > k. For a base of few bits both
+are kept whole, since what the base leaves of W is not known yet.
 Padding, as the batch's `attention_mask` declares it, is not counted.
 
 The gradients estimate the sensitivity of the loss. For logits, labels are drawn from the model's
@@ -41,6 +40,11 @@ class Statistics:
     inputs: dict[str, SecondMoment]
     gradients: dict[str, SecondMoment]
     tokens: int = 0
+
+    def moments(self) -> Iterator[SecondMoment]:
+        """Yield every moment."""
+        yield from self.inputs.values()
+        yield from self.gradients.values()
 
     def check(self, sites: Sequence[Site], *, gradients: bool, base: str | None = None) -> None:
         """Raise ModelError, naming the layers, where the moments of these sites are lacking.
@@ -121,50 +125,32 @@ def collect(
     listing them, for layers that no token reached; CapacityError, after the first batch, where
     the moments and the work on them do not fit into memory.
     """
-    free = available_bytes()
-    for share in (True, False):
-        listener = Collector(gradients, share, whole)
-        try:
-            with frozen(model), ExitStack() as hooks, steps("calibrating") as step:
-                for site in sites:
-                    hooks.callback(
-                        site.module.register_forward_hook(partial(listener.take, site)).remove
-                    )
-                generator = torch.Generator().manual_seed(0)
-                for i, batch in enumerate(batches):
-                    step("calibrating", i, len(batches))
-                    listener.run(model, i, batch, generator)
-                    check_fits(sites, listener.bytes(), free)
-            break
-        except _NotSharedError:
-            continue  # two layers read one tensor in one batch but not in the next: start again
-    for moments in (listener.inputs, listener.gradients):
-        for moment in moments.values():
-            moment.finish()
-    tokens = max((moment.tokens for moment in listener.inputs.values()), default=0)
-    statistics = Statistics(listener.inputs, listener.gradients, tokens)
-    statistics.check(sites, gradients=False)
-    return statistics
-
-
-class _NotSharedError(Exception):
-    """Layers that shared an input no longer do; internal."""
+    free, kept = available_bytes(), Statistics({}, {})
+    collector = Collector(kept, gradients, whole)
+    with frozen(model), ExitStack() as hooks, steps("calibrating") as step:
+        for site in sites:
+            hook = site.module.register_forward_hook(partial(collector.take, site))
+            hooks.callback(hook.remove)
+        generator = torch.Generator().manual_seed(0)
+        for i, batch in enumerate(batches):
+            step("calibrating", i, len(batches))
+            collector.run(model, i, batch, generator)
+            check_fits(sites, sum(moment.bytes() for moment in kept.moments()), free)
+    for moment in kept.moments():
+        moment.finish()
+    kept.tokens = max((moment.tokens for moment in kept.inputs.values()), default=0)
+    kept.check(sites, gradients=False)
+    return kept
 
 
 class Collector:
     """Hooks on the layers while the batches run.
 
-    share: layers that read one tensor have one moment of it, where it is kept whole.
+    kept: where the moments go. whole: none is multiplied onto the shorter side.
     """
 
-    def __init__(self, gradients: bool, share: bool, whole: bool = False) -> None:
-        self.whole = whole
-        self.want_gradients = gradients
-        self.share = share
-        self.inputs: dict[str, SecondMoment] = {}
-        self.gradients: dict[str, SecondMoment] = {}
-        self._leader: dict[str, str] = {}  # the layer whose moment a layer shares
-        self._last: tuple[str, torch.Tensor | None] = ("", None)
+    def __init__(self, kept: Statistics, gradients: bool, whole: bool = False) -> None:
+        self.kept, self.want_gradients, self.whole = kept, gradients, whole
         self._index = 0
         self._mask: torch.Tensor | None = None
 
@@ -173,8 +159,7 @@ class Collector:
 
         Raises ModelError for a model that cannot be differentiated.
         """
-        self._index, self._last = index, ("", None)
-        self._mask = padding_mask(batch)
+        self._index, self._mask = index, padding_mask(batch)
         with torch.set_grad_enabled(self.want_gradients):
             result = call(model, batch)
             loss = sensitivity_loss(result, batch, generator) if self.want_gradients else None
@@ -192,51 +177,35 @@ class Collector:
         self, site: Site, module: nn.Module, arguments: Any, result: Any
     ) -> torch.Tensor | None:
         """Take the input of a layer that has run, and its gradient once that comes; its hook."""
-        self._take_input(site, arguments[0])
+        name = site.name
+        self._add(self.kept.inputs, name, site.weight, arguments[0], f"the input of {name}")
         if not self.want_gradients:
             return None
         if not result.requires_grad:
             result = result + torch.zeros(
                 (), dtype=result.dtype, device=result.device, requires_grad=True
             )
-        result.register_hook(lambda gradient: self._take_gradient(site, gradient))
+        of = self.kept.gradients, name, site.weight.T
+        what = f"the gradient at the output of {name}"
+        result.register_hook(lambda gradient: self._add(*of, gradient, what))
         return cast(torch.Tensor, result)
 
-    def _take_input(self, site: Site, x: torch.Tensor) -> None:
-        name, whole = site.name, self.whole or site.n >= site.k
-        reader, tensor = self._last
-        shared = whole and self.share and tensor is x
-        leader = self._leader.setdefault(name, reader if shared else name)
-        if leader != name and not (shared and leader == reader):
-            raise _NotSharedError
-        if name not in self.inputs:
-            through = None if whole else site.weight
-            self.inputs[name] = self.inputs.get(leader) or SecondMoment(site.k, through)
-        if leader == name:
-            self.inputs[name].add(self._rows(x, f"the input of {name}"))
-            if whole:
-                self._last = (name, x)
-
-    def _take_gradient(self, site: Site, gradient: torch.Tensor) -> None:
-        moment = self.gradients.get(site.name)
-        if moment is None:
-            through = site.weight.T if site.n > site.k and not self.whole else None
-            moment = self.gradients[site.name] = SecondMoment(site.n, through)
-        moment.add(self._rows(gradient, f"the gradient at the output of {site.name}"))
-
-    def _rows(self, x: torch.Tensor, what: str) -> torch.Tensor:
-        rows = rows_of(x.detach(), self._mask)
+    def _add(
+        self, moments: dict[str, SecondMoment], name: str, matrix: torch.Tensor,
+        vectors: torch.Tensor, what: str,
+    ) -> None:  # fmt: skip
+        """Add vectors [.., size] to the moment of a layer, whose matrix is [results, size]."""
+        rows = rows_of(vectors.detach(), self._mask)
         if not is_finite(rows):
             raise ModelError(
                 f"{what} has NaN or infinite elements in calibration batch {self._index}; "
                 "check that batch, or run calibration in a wider dtype"
             )
-        return rows
-
-    def bytes(self) -> int:
-        """Return the bytes of all moments."""
-        kept = {id(m): m for kind in (self.inputs, self.gradients) for m in kind.values()}
-        return sum(moment.bytes() for moment in kept.values())
+        if name not in moments:
+            results, size = matrix.shape
+            carried = results < size and not self.whole
+            moments[name] = SecondMoment(size, matrix if carried else None)
+        moments[name].add(rows)
 
 
 def padding_mask(batch: Any) -> torch.Tensor | None:
