@@ -51,8 +51,11 @@ def _check_dynamic(call: Call, views: tuple[NkiTensor, ...], mode: str) -> None:
         if view.indirection is not None:
             call.need(mode != "none", "dge_mode.none takes no runtime address; leave it unset")
         if _chooses_rows(view):
-            call.need(view.memory == "hbm", "a tensor with a vector_offset must be in HBM")
-            call.need(mode != "hwdge", "gather and scatter take no hwdge; leave dge_mode unset")
+            call.need(
+                view.memory == "hbm" and mode != "hwdge",
+                "a tensor with a vector_offset must be in HBM, and takes no hwdge; leave dge_mode "
+                "unset",
+            )
 
 
 @instruction(
@@ -147,14 +150,11 @@ def _check_transpose_mode(call: Call, src: NkiTensor, mode: str, indirect: bool)
     first, rank = shape[0], len(shape)
     two_bytes = src.dtype.item_bytes == 2 and shape[-1] <= 128
     if indirect:
-        call.need(mode in ("unknown", "swdge"), "row indices take no dge_mode but swdge")
+        middle = rank < 4 or 1 in shape[1:3]
         call.need(
-            two_bytes and first % 16 == 0,
-            "row indices take a 2-byte dtype, rows in steps of 16, a last dimension up to 128",
-        )
-        call.need(
-            rank < 4 or 1 in shape[1:3],
-            "row indices: the second or third dimension of a 4-D src must be 1",
+            mode in ("unknown", "swdge") and two_bytes and first % 16 == 0 and middle,
+            "row indices take no dge_mode but swdge, a 2-byte dtype, rows in steps of 16, a last "
+            "dimension up to 128, and a 4-D src whose second or third dimension is 1",
         )
         _check_transpose_index(call, src)
         return
@@ -234,14 +234,13 @@ def dma_compute(
         "all scales must be 1.0",
         UnsupportedInstructionError,
     )
-    for s in srcs:
-        call.need(s.size == dst.size, "sources and dst must have one size")
     for view in (dst, *srcs):
         call.need(
-            view.indirection is None or _chooses_rows(view),
-            "only vector_offset may choose rows at run time; use nisa.dma_copy",
+            view.size == dst.size and (view.indirection is None or _chooses_rows(view)),
+            "sources and dst must have one size, and only vector_offset may choose rows at run "
+            "time; use nisa.dma_copy",
         )
-    indirect = _chooses_rows(dst) or any(_chooses_rows(s) for s in srcs)
+    indirect = any(_chooses_rows(view) for view in (dst, *srcs))
     if indirect:
         call.need(unique_indices, "unique_indices must be True", UnsupportedInstructionError)
         _check_dynamic(call, (dst, *srcs), "swdge")

@@ -27,7 +27,6 @@ from nmm_compiler.simulator.isa.operators import (
     ALU,
     ARITHMETIC,
     BINARY,
-    BY_NAME,
     TWO_OPERANDS,
     Op,
     Takes,
@@ -327,12 +326,9 @@ def _reduces(command: Any, result: Any) -> bool:
 
 def _check_range(machine: Machine, function: Op, values: np.ndarray) -> None:
     """Record a warning when an input leaves the documented range of an approximation."""
-    if function.valid is None:
-        return
-    low, high = function.valid
+    low, high = function.valid or (-np.inf, np.inf)
     checked = np.abs(values) if function.name == "reciprocal" else values
-    with np.errstate(invalid="ignore"):
-        outside = (checked < low) | (checked > high)
+    outside = (checked < low) | (checked > high)
     if outside.any():
         worst = float(values[outside][0])
         machine.warn(
@@ -377,7 +373,7 @@ def activation(
     yield {"function": op.name, "reduces": _reduces(reduce_cmd, reduce_res)}
     result = _apply(call.machine, op, f32(data), scale, bias)
     put(dst, result)
-    write_sum(call, "scalar", reduce_cmd, reduce_op, result, reduce_res)
+    write_sum(call, result)
 
 
 def _apply(machine: Machine, function: Op, values: np.ndarray, scale: Any, bias: Any) -> np.ndarray:
@@ -453,7 +449,7 @@ def activate2(
     else:
         result = _apply(call.machine, op, values, 1.0, None)
     put(dst, result)
-    write_sum(call, "scalar", reduce_cmd, reduce_op, result, reduce_res)
+    write_sum(call, result)
 
 
 @instruction(
@@ -481,4 +477,4 @@ def exponential(
     values = f32(src)
     result = np.exp(values - scalar_value(max_value, values.ndim))
     put(dst, result)
-    write_sum(call, "vector", reduce_cmd, BY_NAME["add"], result, reduce_res, reduce_init)
+    write_sum(call, result)

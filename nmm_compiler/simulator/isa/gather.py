@@ -102,9 +102,10 @@ def affine_select(
 
 @instruction(
     engines="vector",
-    operands="on_true_tile[P F], bound0[P 1], bound1[P 1] -> dst[P F], reduce_res[P 1]",
+    operands="on_true_tile[P F] -> dst[P F], reduce_res[P 1]",
+    numbers={"bound0": FLOAT32, "bound1": FLOAT32},
     streams="on_true_tile",
-    dtypes={"on_true_tile": FLOATS, "bound0": FLOAT32, "bound1": FLOAT32},
+    dtypes={"on_true_tile": FLOATS},
     operators={"comp_op0": _BOUNDS, "comp_op1": _BOUNDS, "reduce_op": _MAXIMUM},
     integers={"range_start": INT32},
     commands="idle reset reduce reset_reduce",
@@ -125,6 +126,10 @@ def range_select(
 ) -> Steps:
     """dst = on_true_tile where both comparisons of the free index hold, else FP32_MIN."""
     call.need(
+        len(call.tensors(("bound0", "bound1"))) == 2,
+        "bound0 and bound1 must be (P, 1) float32 tensors",
+    )
+    call.need(
         -(2**24) <= range_start <= range_start + on_true_tile.free_size - 1 <= 2**24,
         "float32 compares indices, so they stay within 2**24",
         HazardError,
@@ -142,7 +147,7 @@ def range_select(
     call.kept = chosen = np.asarray(above & below)
     result = np.where(chosen, values, F32(FP32_MIN))
     put(dst, result)
-    write_sum(call, "vector", reduce_cmd, reduce_op, result, reduce_res)
+    write_sum(call, result)
 
 
 @instruction(
@@ -178,7 +183,7 @@ def select_reduce(
     values = f32(on_true).reshape(partitions, -1)
     result = np.where(chosen, values, scalar_value(on_false, 2))
     put(dst, result)
-    write_sum(call, "vector", reduce_cmd, reduce_op, result, reduce_res)
+    write_sum(call, result)
 
 
 _NUMBERS = frozenset({"float32", "int32"})

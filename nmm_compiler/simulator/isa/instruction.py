@@ -25,6 +25,7 @@ from typing import Any, Concatenate, ParamSpec
 import numpy as np
 
 from nmm_compiler.errors import (
+    HazardError,
     KernelArgumentError,
     KernelFailedError,
     UnsupportedInstructionError,
@@ -35,7 +36,6 @@ from nmm_compiler.simulator.isa.operands import (
     ON_CHIP,
     Call,
     Equation,
-    check_destination,
     check_dtype,
     check_hazard,
     check_pair,
@@ -63,13 +63,7 @@ _OPERAND = re.compile(r"(\w+)(?:\[([^]]*)])?")
 _SEQUENCES = tuple, list
 _KINDS = itertools.count(1)
 _KEPT = 100_000
-MEMBERS: dict[str, type[Enum]] = {
-    "engine": enums.engine,
-    "dge_mode": enums.dge_mode,
-    "oob_mode": enums.oob_mode,
-    "reduce_cmd": enums.reduce_cmd,
-    "dma_engine": enums.dma_engine,
-}
+MEMBERS: dict[str, type[Enum]] = {kind.__name__: kind for kind in enums.Member.__subclasses__()}
 """The enumeration of each parameter that takes a member of one."""
 INSTRUCTIONS: dict[str, Any] = {}
 """Every instruction of nki.isa by its name: a function with its `row`."""
@@ -362,8 +356,9 @@ class instruction:  # noqa: N801 - a decorator, written as one
             call.engine = call.choose() if len(self.engines) > 1 else self.engines[0]
         require_present(call, f"{self.op}(engine={call.engine})")
         written, read = call.tensors(self.writes), call.tensors(self.reads)
-        for _, dst in written:
-            check_destination(call, dst)
+        for _, dst in written:  # a broadcast dst is legal: the last one of several elements stays
+            says = f"{dst.name!r} is a shared constant; copy it first"
+            call.need(not dst.storage.constant, says, HazardError)
         for role, view in (*read, *written):
             if view.indirection is not None:
                 engines = self.indirect_engines or self.engines if role in self.indirect else ()

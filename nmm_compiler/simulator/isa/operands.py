@@ -7,11 +7,9 @@ tensor's number of elements.
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
-from operator import index as as_index
 from typing import Any
 
 import numpy as np
@@ -117,18 +115,11 @@ class Call:
 
     def integer(self, role: str, value: Any, allowed: range = INT32) -> int:
         """Return a compile-time integer of the instruction's field, int32 unless said."""
-        number = None
-        if not isinstance(value, VirtualRegister):
-            with contextlib.suppress(TypeError):
-                number = as_index(value)
-        self.need(number is not None, f"{role} is no compile-time integer", KernelArgumentError)
-        assert number is not None
-        self.need(
-            number in allowed,
-            f"{role}={number} must be in {allowed.start}..{allowed.stop - 1}",
-            HazardError,
-        )
-        return number
+        known = isinstance(value, (int, np.integer))
+        self.need(known, f"{role} is no compile-time integer", KernelArgumentError)
+        says = f"{role}={value} must be in {allowed.start}..{allowed.stop - 1}"
+        self.need(int(value) in allowed, says, HazardError)
+        return int(value)
 
 
 def operand(call: Call, role: str, view: Any, memories: tuple[str, ...]) -> Access:
@@ -296,11 +287,10 @@ def same_view(a: Any, b: Any) -> bool:
     """Return whether two views, or their runtime indices, are of the same elements."""
     if a.__class__ is not NkiTensor or b.__class__ is not NkiTensor:
         return a is b
-    if (a.storage, a.offset, a.shape, a.strides) != (b.storage, b.offset, b.shape, b.strides):
-        return False
     i, j = a.indirection, b.indirection
-    if i is None or j is None:
-        return a.itemsize == b.itemsize and i is j
+    places = [(v.storage, v.offset, v.geometry.dims, v.itemsize) for v in (a, b)]
+    if places[0] != places[1] or i is None or j is None:
+        return places[0] == places[1] and i is j
     return (i.kind, i.dim, i.step) == (j.kind, j.dim, j.step) and same_view(i.index, j.index)
 
 
@@ -345,26 +335,11 @@ def _collide(machine: Machine, dst: NkiTensor, other: NkiTensor, in_order: bool)
     steps, rest = divmod(read.shape[1], written.shape[1])
     if rest or not in_order:
         return bool(np.intersect1d(written, read).size)
-    order = np.argsort(written, axis=None, kind="stable")
-    flat = written.reshape(-1)[order]
-    place = np.minimum(np.searchsorted(flat, read.reshape(-1)), flat.size - 1)
-    hit = flat[place] == read.reshape(-1)
-    writing, reading = (
-        np.broadcast_to(np.arange(v.shape[1])[:, None], v.shape).reshape(-1)
-        for v in (written, read)
-    )
-    write_step = writing[order][place] * steps + steps - 1
-    return bool((hit & (write_step < reading)).any())
-
-
-def check_destination(call: Call, dst: NkiTensor) -> None:
-    """Refuse to write a constant.
-
-    A broadcast dst is legal: several elements go to one place and the last one stays.
-    """
-    call.need(
-        not dst.storage.constant, f"{dst.name!r} is a shared constant; copy it first", HazardError
-    )
+    low, reads = min(written.min(), read.min()), read.shape[1]
+    overwritten = np.full(max(written.max(), read.max()) - low + 1, reads)  # after which read
+    last = np.arange(1, written.shape[1] + 1)[::-1] * steps - 1
+    overwritten[written[:, ::-1] - low] = last[:, None]  # of several writes the first one counts
+    return bool((overwritten[read - low] < np.arange(reads)[:, None]).any())
 
 
 # Shape equations: how the sizes of operands depend on each other

@@ -144,35 +144,33 @@ def register_alloc(x: Any = None) -> VirtualRegister:
     """Return a new register, with a value when `x` is an integer."""
     machine = current()
     machine.note("register_alloc", x)
-    if x is None:
-        return VirtualRegister()
     if isinstance(x, VirtualRegister):
-        return VirtualRegister(x.read())
-    if not isinstance(x, (int, np.integer)):
-        raise machine.error(
-            OperandError,
-            f"nisa.register_alloc: {type(x).__name__}; pass an int, or load a tensor with "
-            "nisa.register_load",
-        )
-    return VirtualRegister(int(x))
+        x = x.read()
+    machine.need(
+        x is None or isinstance(x, (int, np.integer)),
+        f"nisa.register_alloc: {type(x).__name__}; pass an int, or load a tensor with "
+        "nisa.register_load",
+        OperandError,
+    )
+    return VirtualRegister(x)
 
 
-def _register(role: str, value: Any) -> VirtualRegister:
-    if isinstance(value, VirtualRegister):
-        return value
-    raise current().error(OperandError, f"nisa.{role}: {type(value).__name__}; pass a register")
+def _check_register(call: Call, role: str) -> None:
+    given = call.arguments[role]
+    says = f"{role} is {type(given).__name__}; pass a register"
+    call.need(isinstance(given, VirtualRegister), says)
 
 
 @instruction(engines="sync", waits=True, named=False)
 def register_move(call: Call, dst: Any, src: Any) -> Steps:
     """dst = src, an integer or another register."""
-    target = _register("register_move", dst)
+    _check_register(call, "dst")
     if isinstance(src, VirtualRegister):
         value, known = src.value, src.known
     else:
         value, known = call.integer("src", src, range(-(2**31), 2**32)), True
     yield {}
-    target.write(value, known)
+    dst.write(value, known)
 
 
 @instruction(
@@ -184,16 +182,13 @@ def register_move(call: Call, dst: Any, src: Any) -> Steps:
 )
 def register_load(call: Call, dst: Any, src: Any) -> Steps:
     """dst = the single element of src (HBM or SBUF)."""
-    machine = call.machine
-    target = _register("register_load", dst)
+    _check_register(call, "dst")
     call.need(
         src.dtype.item_bytes <= 4 and src.dtype.kind != "packed", "a register holds up to 32 bits"
     )
     yield {}
-    if machine.data:
-        target.write(int(src.load("a register").reshape(-1)[0]))
-    else:
-        target.write(0, known=False)
+    value = src.load("a register").reshape(-1)[0] if call.machine.data else 0
+    dst.write(value, known=call.machine.data)
 
 
 @instruction(
@@ -204,9 +199,9 @@ def register_load(call: Call, dst: Any, src: Any) -> Steps:
 )
 def register_store(call: Call, dst: Any, src: Any) -> Steps:
     """dst (one element, HBM or SBUF) = register src."""
-    register = _register("register_store", src)
+    _check_register(call, "src")
     yield {}
-    put(dst, np.full(dst.shape, register.read(), np.float32))
+    put(dst, np.full(dst.shape, src.read(), np.float32))
 
 
 @instruction(

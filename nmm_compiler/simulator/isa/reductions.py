@@ -165,9 +165,7 @@ def tensor_scalar_reduce(
     yield {"function": op0.name, "reduces": True}
     result = apply_scalar(op0, f32(data), operand0, reverse0)
     put(dst, result)
-    write_sum(
-        call, "vector", reduce_cmd, reduce_op, result, reduce_res, reduce_init, reduce_res_negate
-    )
+    write_sum(call, result)
 
 
 @instruction(
@@ -199,12 +197,12 @@ def tensor_scalar_cumulative(
     check_unary(call, "imm0", op0, 0 if "unary" in op0.kind else imm0)
     yield {"function": op0.name, "function1": op1.name}
     values = apply_scalar(op0, f32(src), imm0, False).reshape(src.shape[0], -1)
-    register = begin(call, "vector", reduce_cmd, op1, len(values), imm1)
+    register = begin(call, op1, len(values), imm1)
     result = np.empty_like(values)
     for i in range(values.shape[1]):
         register = np.asarray(op1.alu(values[:, i], register), F32)
         result[:, i] = register
-    keep(call, "vector", reduce_cmd, register)
+    keep(call, register)
     put(dst, result)
 
 

@@ -48,14 +48,13 @@ def _check_tile(call: Call, k: int, m: int, *views: NkiTensor, rows_alone: bool 
     row, column = (call.integer("tile_position", n) for n in position)
     smallest = call.machine.target.matmul_tile_min_elements
     call.need(
-        {rows, columns} <= {32, 64, 128} and min(size) >= smallest,
-        f"a tile_size is {smallest}..128, powers of two",
+        {rows, columns} <= {32, 64, 128} and min(size) >= smallest and k <= rows and m <= columns,
+        f"a tile_size is {smallest}..128, powers of two, and stationary fits in it",
     )
     call.need(
         max(row + rows, column + columns) <= 128 and row % rows == column % columns == 0,
         "tile_position must be a multiple of tile_size, inside 128 x 128",
     )
-    call.need(k <= rows and m <= columns, "stationary must fit in tile_size")
     call.need(
         (column == 0 and columns == 128) or not rows_alone,
         "it is tiled by rows only; use 128 columns at column 0",
@@ -113,13 +112,10 @@ def nc_matmul(
         call.need(dst.dtype in sums, f"PSUM accumulates in {' or '.join(sums)}")
     check_bank(call, dst, target.matmul_psum_banks)
     tile = _check_tile(call, k, m, dst, stationary, moving, rows_alone=double)
+    narrow = all(v.indirection is None or v.dtype not in _WIDE for v in (stationary, moving))
     call.need(
-        not is_transpose or moving.indirection is None,
-        "moving of a transpose may be no .indirect() view",
-    )
-    call.need(
-        all(v.indirection is None or v.dtype not in _WIDE for v in (stationary, moving)),
-        "an .indirect() view must be a 16- or 8-bit float",
+        narrow and not (is_transpose and moving.is_indirect()),
+        "an .indirect() view must be a 16- or 8-bit float, and not moving of a transpose",
     )
     if machine.data:
         a, b = f32(stationary), f32(moving)
@@ -196,10 +192,9 @@ def _check_double_row(
     require(call, "nc_matmul(perf_mode=double_row)", lambda t: t.fp8_double_row)
     call.need(not is_transpose, "perf_mode=double_row with is_transpose; transpose without it")
     for view in (stationary, moving):
-        call.need(view.dtype in FLOAT8, "perf_mode=double_row takes float8 operands")
         call.need(
-            len(view.shape) > 2 and view.shape[1] == 2,
-            "perf_mode=double_row: the first free dimension of operands must be 2",
+            view.dtype in FLOAT8 and len(view.shape) > 2 and view.shape[1] == 2,
+            "perf_mode=double_row takes float8 operands whose first free dimension is 2",
         )
         # nki-library, output_projection_tkg.py and output_projection_cte_parameters.py: "double
         # row stride access"; AWS's own test of the mode pads a tile of one column to 16.
@@ -222,13 +217,11 @@ def _check_operand_dtypes(
     if "float8_e4m3fn" in kinds:
         require_present(call, "nc_matmul of float8_e4m3fn", "use float8_e4m3")
     if not is_transpose:
+        one_width = not kinds & _WIDE or kinds <= _WIDE
         call.need(
-            not kinds & _WIDE or kinds <= _WIDE,
-            "a float32 operand needs the other to be float32 too",
-        )
-        call.need(
-            kinds != {"float8_e4m3", "float8_e4m3fn"},
-            "float8_e4m3 and float8_e4m3fn cannot be mixed",
+            one_width and kinds != {"float8_e4m3", "float8_e4m3fn"},
+            "a float32 operand needs the other to be float32 too, float8_e4m3 cannot be mixed with "
+            "float8_e4m3fn",
         )
 
 
@@ -243,9 +236,8 @@ def nc_transpose(call: Call, dst: Any, data: Any, engine: Any = engine.unknown) 
     p, f = data.shape[0], data.free_size
     fits_tensor = dst.memory == "psum" and data.memory == "sbuf"
     chosen = call.choose("tensor" if fits_tensor else "vector")
-    call.need(chosen == "vector" or fits_tensor, "TensorE reads SBUF and writes PSUM")
     call.need(
-        max(p, f) <= (128 if chosen == "tensor" else 32),
+        max(p, f) <= (128 if chosen == "tensor" else 32) and (chosen == "vector" or fits_tensor),
         "TensorE takes up to [128, 128] from SBUF to PSUM, VectorE [32, 32]",
     )
     if data.dtype in FLOAT8 and chosen == "tensor" and call.machine.target.tensor_transpose_mode:

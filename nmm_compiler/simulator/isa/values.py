@@ -12,7 +12,7 @@ import numpy as np
 
 from nmm_compiler.errors import HazardError, SimulationError
 from nmm_compiler.simulator.isa.operands import Call
-from nmm_compiler.simulator.isa.operators import Op
+from nmm_compiler.simulator.isa.operators import BY_NAME, Op
 from nmm_compiler.simulator.machine import Machine
 from nmm_compiler.simulator.tensors.dtypes import cast, round_tfloat32
 from nmm_compiler.simulator.tensors.elements import mark, read, store
@@ -160,15 +160,14 @@ def _note_sum(machine: Machine, accumulate: Any, adds: bool) -> None:
 # Accumulator registers
 
 
-def begin(
-    call: Call, register: str, command: Any, op: Op, partitions: int, initial: Any = None
-) -> np.ndarray:
+def begin(call: Call, op: Op, partitions: int, initial: Any) -> np.ndarray:
     """Return float32 [P]: what the accumulators hold before an instruction adds to them.
 
-    register: "scalar" or "vector". Each partition has its own, so `reduce` and `idle` find what an
-    instruction of the same partitions has left there, and nothing else.
+    Each partition has its own, so `reduce` and `idle` find what an instruction of the same
+    partitions has left there, and nothing else.
     """
-    machine, name = call.machine, command.name
+    machine, name = call.machine, call.arguments["reduce_cmd"].name
+    register = call.row.engines[0]
     if name in ("reset", "reset_reduce"):
         return np.full(partitions, op.identity, F32)
     if name == "load_reduce":
@@ -189,12 +188,12 @@ def begin(
     return np.asarray(state)
 
 
-def keep(call: Call, register: str, command: Any, state: np.ndarray) -> None:
+def keep(call: Call, state: np.ndarray) -> None:
     """Leave `state` in the accumulators, with the elements that depend on unwritten memory."""
-    machine, partitions = call.machine, len(state)
+    machine, partitions, register = call.machine, len(state), call.row.engines[0]
     *_, before = machine.accumulators.get(register, (None,))
     now = [(m, origin) for _, m, origin in machine.poisoned if len(m) == partitions]
-    if before is not None and command.name in ("idle", "reduce"):
+    if before is not None and call.arguments["reduce_cmd"].name in ("idle", "reduce"):
         machine.poisoned.append((None, *before))
         now.append(before)
     poison = None
@@ -205,29 +204,22 @@ def keep(call: Call, register: str, command: Any, state: np.ndarray) -> None:
     machine.accumulators[register] = place, state, poison
 
 
-def write_sum(
-    call: Call,
-    register: str,
-    command: Any,
-    op: Op,
-    values: np.ndarray,
-    result: Any,
-    initial: Any = None,
-    negate: bool = False,
-) -> None:
-    """Update the accumulators by a reduce_cmd; read them out into `result` if it is a tile.
+def write_sum(call: Call, values: np.ndarray) -> None:
+    """Update the accumulators by reduce_cmd; read them out into `reduce_res` if it is a tile.
 
     VectorE's idle may still modify them, so their value is unknown afterwards.
     """
-    idle = command.name == "idle"
-    if idle and result is None:
-        if register == "vector":
-            call.machine.accumulators.pop(register, None)
+    given, op = call.arguments, call.arguments.get("reduce_op", BY_NAME["add"])
+    command, result = given["reduce_cmd"].name, given["reduce_res"]
+    if command == "idle" and result is None:
+        if call.row.engines == ("vector",):
+            call.machine.accumulators.pop("vector", None)
         return
-    total = begin(call, register, command, op, len(values), initial)
-    if not idle and command.name != "reset":
+    total = begin(call, op, len(values), given.get("reduce_init"))
+    if command not in ("idle", "reset"):
         part = op.reduce.reduce(np.asarray(values, F32).reshape(len(values), -1), axis=1)
         total = op.reduce(total, part).astype(F32)
-    keep(call, register, command, total)
+    keep(call, total)
     if result is not None:
-        put(result, (-total if negate else total).reshape(result.shape))
+        negated = given.get("reduce_res_negate", False)
+        put(result, (-total if negated else total).reshape(result.shape))

@@ -97,10 +97,8 @@ def find(name: Any) -> DType | None:
     """Return the dtype for a name, DType, NumPy or ml_dtypes dtype or torch dtype, else None."""
     if isinstance(name, DType):
         return name
-    if isinstance(name, str):
-        return ALL.get(name.removeprefix("torch."))
     text = str(name)
-    if text.startswith("torch."):
+    if isinstance(name, str) or text.startswith("torch."):
         return ALL.get(text.removeprefix("torch."))
     try:
         return _FROM_NUMPY.get(np.dtype(name))

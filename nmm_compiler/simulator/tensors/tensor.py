@@ -22,7 +22,7 @@ from nmm_compiler.errors import (
     UnsupportedInstructionError,
 )
 from nmm_compiler.simulator.loading.nki_object import NKIObject
-from nmm_compiler.simulator.machine import current
+from nmm_compiler.simulator.machine import current, kernel_frame
 from nmm_compiler.simulator.tensors import dtypes
 from nmm_compiler.simulator.tensors.dtypes import DType
 from nmm_compiler.simulator.tensors.elements import read
@@ -154,10 +154,12 @@ class NkiTensor(NKIObject):
         offset: int | None = None,
         index: Indirection | None = None,
         moved: Moved | None = None,
+        dtype: DType | None = None,
     ) -> NkiTensor:
         """Return a view over other dimensions, from another offset on, by another index."""
-        return view_of(
-            self.storage, dims, self.offset if offset is None else offset, self.dtype,
+        start = self.offset if offset is None else offset
+        return NkiTensor(
+            self.storage, geometry_of(self.storage, dims, start, dtype or self.dtype), start,
             index or self.indirection, self.moved if moved is None else moved,
         )  # fmt: skip
 
@@ -343,7 +345,7 @@ class NkiTensor(NKIObject):
             indirection = Indirection("scalar", indirect_dim, scalar_offset, step)
         dims = tuple(zip(counts, steps, strict=True))
         moved = self._moved_in(kind.item_bytes)
-        view = view_of(storage, dims, start, kind, indirection, moved)
+        view = self.over(dims, start, indirection, moved, kind)
         problem = "" if indirection is not None else view.leaves()
         return UnusableView(problem) if problem else view
 
@@ -366,7 +368,7 @@ class NkiTensor(NKIObject):
         )
         last = self.geometry.dims[-1] if old == new else (total // new, 1)
         dims = (*((n, s * old // new) for n, s in outer), last)
-        return view_of(self.storage, dims, start // new, kind, None, self._moved_in(new))
+        return self.over(dims, start // new, None, self._moved_in(new), kind)
 
     def _moved_in(self, item: int) -> Moved:
         """Return `moved` in steps of elements of `item` bytes."""
@@ -588,19 +590,7 @@ class UnusableView(NkiTensor):
         self.refusal = refusal
 
     def __getattr__(self, name: str) -> Any:  # no other attribute is set
-        raise current().error(OutOfBoundsError, self.refusal)
-
-
-def view_of(
-    storage: Storage,
-    dims: Dims,
-    offset: int,
-    dtype: DType,
-    index: Indirection | None = None,
-    moved: Moved = (),
-) -> NkiTensor:
-    """Return a view of a storage."""
-    return NkiTensor(storage, geometry_of(storage, dims, offset, dtype), offset, index, moved)
+        raise OutOfBoundsError(self.refusal, *kernel_frame())
 
 
 _WHOLE: dict[tuple[Any, ...], Geometry] = {}
