@@ -180,38 +180,32 @@ def kernel(x):
              ".reshape((128, 32)))",
              "tile = nl.ndarray((128, 8, 16), dtype=x.dtype, buffer=nl.sbuf)",
              "nisa.dma_copy(dst=out[0:128, 0:32], src=tile[0:128, 0:2, 0:16].reshape((128, 32)))"],
-            ["flat_tile = tile.reshape((tile.shape[0], tile.shape[1] * tile.shape[2]))",
-             "nl.store(out[0:128, 0:32], value=flat_tile[0:128, nl.ds(a * tile.shape[2], 32)])",
+            ["nl.store(out[0:128, 0:32], value=tile.reshape((tile.shape[0], "
+             "tile.shape[1] * tile.shape[2]))[0:128, a * tile.shape[2] : a * tile.shape[2] + 32])",
              "tile = nl.ndarray((128, 8, 16), dtype=x.dtype, buffer=nl.sbuf)",
-             "flat_tile = tile.reshape((tile.shape[0], tile.shape[1] * tile.shape[2]))",
-             "nl.store(out[0:128, 0:32], value=flat_tile[0:128, nl.ds(0, 32)])"],
+             "nl.store(out[0:128, 0:32], value=tile.reshape((tile.shape[0], "
+             "tile.shape[1] * tile.shape[2]))[0:128, 0:32])"],
         ),
         (
             ["gain = tile[0:128, 0, 2:6].reshape((128, 4, 1))",
              "nisa.tensor_tensor(dst=tile, data1=tile, data2=gain.broadcast(2, 16), op=nl.add)"],
-            ["i_p = nl.arange(128)[:, None, None]",
-             "i_t = nl.arange(4)[None, :, None]",
-             "tile[...] = nisa.tensor_tensor(data1=tile, "
-             "data2=tile[i_p, 0, 2 + i_t].broadcast_to((128, 4, 16)), op=nl.add, "
+            ["tile[...] = nisa.tensor_tensor(data1=tile, data2=tile[nl.arange(128)[:, None, None], "
+             "0, 2 + nl.arange(4)[None, :, None]].broadcast_to((128, 4, 16)), op=nl.add, "
              "dtype=tile.dtype)"],
         ),
         (
             ["nisa.tensor_copy(dst=out[0:512, 0:16].reshape_dim(0, (4, 128)).permute((1, 0, 2)), "
              "src=x[0:256, 0:16].reshape_dim(0, (2, 128)).permute((1, 0, 2)))"],
-            ["i_p = nl.arange(128)[:, None, None]",
-             "i_t = nl.arange(2)[None, :, None]",
-             "i_f = nl.arange(16)[None, None, :]",
-             "i_t2 = nl.arange(4)[None, :, None]",
-             "out[i_p + 128 * i_t2, i_f] = nisa.tensor_copy(src=x[i_p + 128 * i_t, i_f], "
+            ["out[nl.arange(128)[:, None, None] + 128 * nl.arange(4)[None, :, None], "
+             "nl.arange(16)[None, None, :]] = nisa.tensor_copy(src=x[nl.arange(128)[:, None, None] "
+             "+ 128 * nl.arange(2)[None, :, None], nl.arange(16)[None, None, :]], "
              "dtype=out.dtype)"],
         ),
         (  # pred has the shape of the tile, as the documentation wants, with every axis of it
             ["nisa.affine_select(dst=tile, pattern=[[0, 4], [0, 16]], channel_multiplier=-1, "
              "offset=9, on_true_tile=tile, on_false_value=0.0, cmp_op=nl.greater_equal)"],
-            ["i_p = nl.arange(tile.shape[0])[:, None, None]",
-             "i_t = nl.arange(4)[None, :, None]",
-             "i_f = nl.arange(16)[None, None, :]",
-             "tile[...] = nisa.affine_select(pred=(9 - i_p + 0 * i_t + 0 * i_f >= 0), "
+            ["tile[...] = nisa.affine_select(pred=(9 - nl.arange(tile.shape[0])[:, None, None] + "
+             "0 * nl.arange(4)[None, :, None] + 0 * nl.arange(16)[None, None, :] >= 0), "
              "on_true_tile=tile, on_false_value=0.0, dtype=tile.dtype)"],
         ),
         (
@@ -221,7 +215,7 @@ def kernel(x):
              "dtype=x.dtype)"],
         ),
     ],
-    ids=["free axes as one", "an axis of one element", "two sizes of one index", "a predicate",
+    ids=["free axes as one", "an axis of one element", "two strided views", "a predicate",
          "a whole tile in two dimensions"],
 )  # fmt: skip
 def test_views(lines, made):

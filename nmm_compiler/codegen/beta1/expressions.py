@@ -8,6 +8,7 @@ from typing import Any
 
 from nmm_compiler.codegen.fold_constants import Folder
 from nmm_compiler.codegen.printed import text
+from nmm_compiler.codegen.trees import Names, parsed
 
 
 def same(a: ast.expr, b: ast.expr) -> bool:
@@ -53,19 +54,9 @@ def indices_of(node: ast.Subscript) -> list[ast.expr]:
     return node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
 
 
-def attribute(value: ast.expr, name: str) -> ast.Attribute:
-    """Return value.name."""
-    return ast.Attribute(value, name, ast.Load())
-
-
-def call(function: ast.expr, *given: ast.expr) -> ast.Call:
-    """Return function(given)."""
-    return ast.Call(function, [*given], [])
-
-
-def several(*given: ast.expr) -> ast.Tuple:
-    """Return a tuple."""
-    return ast.Tuple([*given], ast.Load())
+def quoted(source: str, /, **given: ast.expr) -> Any:
+    """Return a piece of source as an expression, with expressions in place of names."""
+    return Names(given).visit(parsed(source))
 
 
 def method(node: ast.AST | None) -> tuple[ast.expr, str, list[ast.expr]] | None:

@@ -34,18 +34,16 @@ import re
 from typing import Any
 
 from nmm_compiler.codegen.beta1.expressions import (
-    attribute,
-    call,
     elements,
     indices_of,
     keyword,
     method,
     number,
-    several,
+    quoted,
     subscript,
 )
 from nmm_compiler.codegen.beta1.facts import CHIP, HBM, Facts, is_new_tile, is_reshaped
-from nmm_compiler.codegen.beta1.views import METHODS, IndexNames, Scope, predicate
+from nmm_compiler.codegen.beta1.views import METHODS, Scope, predicate
 from nmm_compiler.codegen.fold_constants import assigned_names
 from nmm_compiler.codegen.printed import printed, text
 from nmm_compiler.codegen.tidy import remove_unused
@@ -139,7 +137,7 @@ class _Function(Editor):
 
     def __init__(self, name: str, facts: Facts) -> None:
         self.name, self.facts = name, facts
-        self.scope, self.names = Scope(), IndexNames()
+        self.scope = Scope()
         self.bodies: dict[str, ast.FunctionDef] = {}
         self.target = ""
 
@@ -168,18 +166,13 @@ class _Function(Editor):
             while _says_what_beta_1_lacks(statement) and made and isinstance(made[-1], Comment):
                 made.pop()
             written = self.visit(statement)
-            if written is not None:
-                made += [*self.names.assignments(), written]
-            self.names.change(assigned_names([statement]))
+            made += [] if written is None else [written]
         return made
 
     def _nested(self, body: Block) -> list[ast.stmt]:
-        """Return a nested block. Behind it its index names are made again, its views unknown."""
-        before = set(self.scope.views)
-        self.names.held = {}
+        """Return a nested block; behind it, the views of names that it assigns are unknown."""
+        before, views = set(self.scope.views), self.scope.views
         made = self._block(body)
-        self.names.held = {}
-        views = self.scope.views
         views.update(dict.fromkeys(assigned_names(body) & (before | set(views))))
         return made
 
@@ -238,7 +231,7 @@ class _Function(Editor):
         function = self.bodies[text(body)]
         (variable,) = parameter_names(function)
         bounds = [stop] if number(start) == 0 else [start, stop]
-        iterator = call(parsed("nl.affine_range"), *bounds)
+        iterator = ast.Call(parsed("nl.affine_range"), bounds, [])
         copies = {copy: value for copy, value in map(assigned, function.body)
                   if isinstance(value, ast.Name) and value.id == variable}  # fmt: skip
         left = [one for one in function.body if assigned(one)[0] not in copies]
@@ -253,7 +246,7 @@ class _Function(Editor):
             return super().visit(node)
         view = self.scope.view(node)
         if view is not None:
-            return _spread(view.spelled(self.names), view.spread)
+            return _spread(view.spelled(), view.spread)
         match node:  # of a whole tensor, `k.select(0, i)` is `k[i]`
             case ast.Call(ast.Attribute(ast.Name() as whole, "select"), [ast.Constant(0), place]):
                 return subscript(whole, [place])
@@ -282,16 +275,14 @@ class _Function(Editor):
         dropped = ("dst", *_DROPPED.get(name, ()))
         given = [arg for arg in made.keywords if arg.arg not in dropped]
         for added in _ADDED[name]:
-            value = self._shape(dst) if added == "shape" else attribute(_tensor(dst), added)
+            dtype = quoted("tensor.dtype", tensor=_tensor(dst))
+            value = self._shape(dst) if added == "shape" else dtype
             given.append(ast.keyword(added, value))
         if name == "affine_select":
             shape = self._shape(dst)
-            partitions = (
-                shape.elts[0]
-                if isinstance(shape, ast.Tuple)
-                else subscript(shape, [ast.Constant(0)])
-            )
-            given = [ast.keyword("pred", predicate(made, partitions, self.names)), *given]
+            known = isinstance(shape, ast.Tuple)
+            rows = elements(shape)[0] if known else quoted("shape[0]", shape=shape)
+            given = [ast.keyword("pred", predicate(made, rows)), *given]
         value, target = self.visit(changed(made, keywords=given)), self._written(dst)
         if name == "nc_matmul" and (self.name, root(dst)) in self.facts.summed:
             return ast.AugAssign(target, ast.Add(), value)
@@ -306,7 +297,9 @@ class _Function(Editor):
     def _shape(self, dst: ast.expr) -> ast.expr:
         """Return the shape of a destination: of a tile, or of a part of one."""
         view = self.scope.view(dst)
-        return attribute(dst, "shape") if view is None else several(*(a.size for a in view.axes))
+        if view is None:
+            return quoted("dst.shape", dst=dst)
+        return ast.Tuple([axis.size for axis in view.axes], ast.Load())
 
     def _copy(self, dst: ast.expr, src: ast.expr) -> ast.stmt:
         """Return nl.load or nl.store."""
@@ -318,15 +311,13 @@ class _Function(Editor):
         elif elements(spread)[1:] != [axis.size for axis in view.axes[1:]]:
             raise no_beta1_form(f"a DMA that repeats {text(src)} along the free axes")
         else:
-            source = view.spelled(self.names)
+            source = view.spelled()
         if directions == (HBM, CHIP):
-            stored = ast.keyword("value", source)
-            return ast.Expr(ast.Call(parsed("nl.store"), [self.visit(dst)], [stored]))
+            return ast.Expr(quoted("nl.store(dst, value=src)", dst=self.visit(dst), src=source))
         if directions != (CHIP, HBM):
             raise no_beta1_form(f"a DMA from {directions[1]} to {directions[0]}")
-        dtype = ast.keyword("dtype", attribute(_tensor(dst), "dtype"))
-        value = _spread(ast.Call(parsed("nl.load"), [source], [dtype]), spread)
-        return ast.Assign([self._written(dst)], value)
+        loaded = quoted("nl.load(source, dtype=dst.dtype)", source=source, dst=_tensor(dst))
+        return ast.Assign([self._written(dst)], _spread(loaded, spread))
 
 
 def _says_what_beta_1_lacks(statement: ast.stmt) -> bool:
@@ -337,7 +328,9 @@ def _says_what_beta_1_lacks(statement: ast.stmt) -> bool:
 
 def _spread(value: ast.expr, shape: ast.expr | None) -> ast.expr:
     """Return value.broadcast_to(shape), or the value where no shape is given."""
-    return value if shape is None else call(attribute(value, "broadcast_to"), shape)
+    if shape is None:
+        return value
+    return quoted("value.broadcast_to(shape)", value=value, shape=shape)
 
 
 def _tensor(dst: ast.expr) -> ast.expr:

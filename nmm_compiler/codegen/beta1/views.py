@@ -1,8 +1,9 @@
 """Strided views of HBM tensors, which Beta 1 spells as index expressions.
 
 `src[r : r + 128 * t, c : c + n].reshape_dim(0, (t, 128)).permute((1, 0, 2))` becomes
-`src[r + i_p + 128 * i_t, c + i_f]`, i_p, i_t and i_f being `nl.arange` along the axes of the view.
-A View holds, per dimension of the tensor, its start and the stride of each axis in it.
+`src[r + i_p + 128 * i_t, c + i_f]`, i_p being `nl.arange(128)[:, None, None]`, and i_t and i_f the
+`nl.arange` of the other axes. A View holds, per dimension of the tensor, its start and the stride
+of each axis in it.
 """
 
 from __future__ import annotations
@@ -13,8 +14,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from nmm_compiler.codegen.beta1.expressions import (
-    attribute,
-    call,
     elements,
     indices_of,
     keyword,
@@ -22,18 +21,15 @@ from nmm_compiler.codegen.beta1.expressions import (
     minus,
     number,
     plus,
+    quoted,
     same,
-    several,
     subscript,
     times,
 )
 from nmm_compiler.codegen.printed import text
-from nmm_compiler.codegen.tidy import names_used
-from nmm_compiler.codegen.trees import assign, name, parsed, root
 from nmm_compiler.errors import no_beta1_form
 
 METHODS = ("reshape_dim", "permute", "select", "broadcast", "reshape")
-_NAMES = {1: ("i_f",), 2: ("i_p", "i_f"), 3: ("i_p", "i_t", "i_f"), 4: ("i_p", "i_t", "i_s", "i_f")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,14 +49,13 @@ class View:
     """A view of `base`: an index for each of its dimensions, and the axes of the view in order.
 
     indices: as they are in the source; of a slice that was moved or split, where it starts.
-    spread: the shape that it is broadcast to. name: of a base that is a tensor in another shape.
+    spread: the shape that it is broadcast to.
     """
 
     base: ast.expr
     indices: tuple[Any, ...]
     axes: tuple[Axis, ...]
     spread: ast.expr | None = None
-    name: str = ""
 
     @staticmethod
     def of(base: ast.expr, indices: Sequence[Any]) -> View:
@@ -123,17 +118,15 @@ class View:
 
     def _merged(self, size: ast.expr) -> View:
         """Return the view with its dimensions but the first as one: the tensor has them as one."""
-        shape = attribute(self.base, "shape")
         start: ast.expr = ast.Constant(0)
         length: ast.expr = ast.Constant(1)
         for dimension in reversed(range(1, len(self.indices))):
             own = _start(self.indices[dimension])
             start = plus(times(own, length), start) if number(own) != 0 else start
-            length = times(subscript(shape, [ast.Constant(dimension)]), length)
-        rows = subscript(shape, [ast.Constant(0)])
-        whole = call(attribute(self.base, "reshape"), several(rows, length))
-        flat = f"flat_{root(self.base)}"
-        return View(whole, (self.indices[0], start), (self.axes[0], Axis(size, 1)), name=flat)
+            size_of = quoted("base.shape[place]", base=self.base, place=ast.Constant(dimension))
+            length = times(size_of, length)
+        flat = quoted("base.reshape((base.shape[0], length))", base=self.base, length=length)
+        return View(flat, (self.indices[0], start), (self.axes[0], Axis(size, 1)))
 
     def permuted(self, order: Sequence[int]) -> View:
         """Return the view with its axes in another order."""
@@ -146,30 +139,24 @@ class View:
         ones = all(number(axis.factor) == 1 for axis in self.axes)
         return ones and -1 not in along and along == sorted(set(along))
 
-    def spelled(self, names: IndexNames) -> ast.expr:
+    def spelled(self) -> ast.expr:
         """Return the view as a subscript."""
         indices = list(self.indices)
-        base = names.given(self.name, self.base) if self.name else self.base
         if self.plain:
             for axis in self.axes:
-                assert axis.dimension is not None
-                start = indices[axis.dimension]
-                if _is_slice(start):
-                    continue
-                whole: ast.expr = ast.Slice(start, plus(start, axis.size))
-                part = call(parsed("nl.ds"), start, axis.size) if self.name else whole
-                indices[axis.dimension] = part
-            return subscript(base, indices)
+                start = indices[axis.dimension or 0]
+                if not _is_slice(start):
+                    indices[axis.dimension or 0] = ast.Slice(start, plus(start, axis.size))
+            return subscript(self.base, indices)
         indices = list(map(_start, indices))
         for place, axis in enumerate(self.axes):
             if axis.dimension is not None:
-                step = times(axis.factor, names.along(axis.size, place, len(self.axes)))
+                step = times(axis.factor, along(axis.size, place, len(self.axes)))
                 indices[axis.dimension] = plus(indices[axis.dimension], step)
         if len(indices) > 1:
-            return subscript(base, indices)
+            return subscript(self.base, indices)
         # Beta 1 indexes a tensor of one dimension as a row of two
-        length = subscript(attribute(self.base, "shape"), [ast.Constant(0)])
-        row = call(attribute(self.base, "reshape"), several(ast.Constant(1), length))
+        row = quoted("base.reshape((1, base.shape[0]))", base=self.base)
         return subscript(row, [ast.Constant(0), *indices])
 
 
@@ -181,42 +168,10 @@ def _start(index: Any) -> Any:
     return index.lower if _is_slice(index) else index
 
 
-class IndexNames:
-    """The names of index expressions in one function, while its statements are written in order.
-
-    held: what each name was assigned last. new: what those of the present statement stand for.
-    """
-
-    def __init__(self) -> None:
-        self.held: dict[str, ast.expr] = {}
-        self.new: dict[str, ast.expr] = {}
-
-    def along(self, size: ast.expr, place: int, rank: int) -> ast.expr:
-        """Return a name for `nl.arange(size)[:, None]`, the colon in the place of the axis."""
-        indices = [ast.Slice() if at == place else parsed("None") for at in range(rank)]
-        value = subscript(call(parsed("nl.arange"), size), indices)
-        return self.given(_NAMES[rank][place], value)
-
-    def given(self, first: str, value: ast.expr) -> ast.expr:
-        """Return a name for a value, with a number if the statement has another value for it."""
-        own, count = first, 1
-        while not same(self.new.setdefault(own, value), value):
-            count += 1
-            own = f"{first}{count}"
-        return name(own)
-
-    def assignments(self) -> list[ast.stmt]:
-        """End a statement; return assignments of its names that do not hold their values yet."""
-        new, self.new = self.new, {}
-        made = [
-            assign(n, v) for n, v in new.items() if n not in self.held or not same(self.held[n], v)
-        ]
-        self.held |= new
-        return list(made)
-
-    def change(self, names: set[str]) -> None:
-        """Note that these names hold something else: what was made of them is made again."""
-        self.held = {n: value for n, value in self.held.items() if not names_used([value]) & names}
+def along(size: ast.expr, place: int, rank: int) -> ast.expr:
+    """Return `nl.arange(size)[:, None]`, the colon in the place of the axis."""
+    indices = [ast.Slice() if at == place else ast.Constant(None) for at in range(rank)]
+    return subscript(quoted("nl.arange(size)", size=size), indices)
 
 
 class Scope:
@@ -271,7 +226,7 @@ class Scope:
         if how == "broadcast":
             sizes = [axis.size for axis in view.axes]
             sizes[self._constant(arguments[0])] = arguments[1]
-            return dataclasses.replace(view, spread=several(*sizes))
+            return dataclasses.replace(view, spread=ast.Tuple(sizes, ast.Load()))
         raise no_beta1_form(f"the view .{how}({', '.join(map(text, arguments))})")
 
     def _constant(self, node: ast.expr) -> int:
@@ -287,7 +242,7 @@ _COMPARISONS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def predicate(select: ast.Call, partitions: ast.expr, names: IndexNames) -> ast.expr:
+def predicate(select: ast.Call, partitions: ast.expr) -> ast.expr:
     """Return the comparison of an affine select."""
     pattern, multiplier = keyword(select, "pattern"), keyword(select, "channel_multiplier")
     compared = keyword(select, "cmp_op")
@@ -299,7 +254,7 @@ def predicate(select: ast.Call, partitions: ast.expr, names: IndexNames) -> ast.
     rows = [(multiplier, partitions), *axes]
     # an axis without a factor is there all the same: the comparison has the shape of the tile
     for place, (factor, size) in enumerate(rows):
-        total = _added(total, factor, names.along(size, place, len(rows)))
+        total = _added(total, factor, along(size, place, len(rows)))
     return ast.Compare(total, [comparison()], [ast.Constant(0)])
 
 
