@@ -57,7 +57,6 @@ from nmm_compiler.simulator.isa.enums import engine
 from nmm_compiler.simulator.isa.gather import FP32_MIN
 from nmm_compiler.simulator.language import base
 from nmm_compiler.simulator.language.base import MemoryRegion, psum, sbuf, tile_size
-from nmm_compiler.simulator.language.functions import EXACT_DTYPES, spread_by_product
 from nmm_compiler.simulator.language.functions import NAMES as CURRENT
 from nmm_compiler.simulator.signatures import Function
 from nmm_compiler.simulator.tensors import dtypes
@@ -434,11 +433,9 @@ def broadcast_to(src: Any, *, shape: Any) -> Tensor:
 
 def _spread(row: NkiTensor, partitions: int) -> NkiTensor:
     """Return a tile with one partition's elements in all partitions."""
-    machine, view = session().flush().machine, in_sbuf(row)
-    if view.dtype not in EXACT_DTYPES or view.access().partition_start:
-        view = copied(view, dtypes.float32)
-    wide = base.ndarray((partitions, *view.shape[1:]), view.dtype, sbuf)
-    spread_by_product(machine, wide, view, CURRENT["copy"])
+    session().flush()
+    view = copied(row, dtypes.float32) if row.dtype.item_bytes == 1 else row
+    wide = CURRENT["broadcast_to"](view, (partitions, *view.shape[1:]))
     return wide if wide.dtype == row.dtype else copied(wide, row.dtype)
 
 

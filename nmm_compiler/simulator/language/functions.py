@@ -8,7 +8,7 @@ instructions below check them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -34,9 +34,10 @@ from nmm_compiler.simulator.language.base import (
     sbuf,
 )
 from nmm_compiler.simulator.loading.nki_object import NKIObject
-from nmm_compiler.simulator.machine import Machine, current
+from nmm_compiler.simulator.machine import current
 from nmm_compiler.simulator.tensors import dtypes
 from nmm_compiler.simulator.tensors.dtypes import float32, int32, uint16
+from nmm_compiler.simulator.tensors.geometry import merged
 from nmm_compiler.simulator.tensors.tensor import NkiTensor, kind_of
 
 
@@ -291,39 +292,30 @@ def rms_norm(
 
 # Whole tiles
 
-EXACT_DTYPES = frozenset({"float32", "bfloat16", "float16"})
+_EXACT_DTYPES = frozenset({"float32", "bfloat16", "float16"})
 
 
-def spread_by_product(machine: Machine, dst: NkiTensor, row: NkiTensor, copied: Any) -> None:
+def _spread_by_product(dst: NkiTensor, row: NkiTensor) -> None:
     """Write one row to all partitions of dst: ones times the row, one PSUM bank at a time.
 
-    dst: (partitions, ...) and row: (1, ...) in SBUF, of one dtype of EXACT_DTYPES. copied: nl.copy.
+    dst: (partitions, ...) and row: (1, ...) in SBUF, of one dtype of _EXACT_DTYPES.
     """
-    key = ("ones", row.dtype.name)
+    machine, key = current(), ("ones", row.dtype.name)
     ones = machine.identities.get(key)
     if ones is None:  # a constant of the program, written once
         with of_the_whole_program(machine):
             ones = machine.identities[key] = ndarray((1, 128), row.dtype, sbuf, "broadcast_ones")
             elementwise.memset(ones, 1.0)
-    for block in _blocks(row.shape[1:], machine.target.psum_bank_bytes_per_partition // 4):
-        where = (slice(None), *block)
-        moving = row[where]
-        wide = ndarray((dst.shape[0], *moving.shape[1:]), float32, psum, "")
-        tensor_engine.nc_matmul(wide, ones[:, : dst.shape[0]], moving, is_stationary_onezero=True)
-        elementwise.activation(dst[where], copied, wide)
-
-
-def _blocks(shape: tuple[int, ...], limit: int) -> Iterator[tuple[slice, ...]]:
-    """Yield slices that cut `shape` into blocks of at most `limit` elements."""
-    if not shape:
-        yield ()
-        return
-    inner = math.prod(shape[1:])
-    step = max(limit // inner, 1)
-    for start in range(0, shape[0], step):
-        first = slice(start, min(start + step, shape[0]))
-        for rest in _blocks(shape[1:], limit if inner > limit else inner):
-            yield (first, *rest)
+    if len(merged(row.geometry.dims[1:])) > 1:
+        row = copy(row)
+    rows, size = dst.shape[0], row.free_size
+    source, target = row.reshape((1, size)), dst.reshape((rows, size))
+    bank = machine.target.psum_bank_bytes_per_partition // 4
+    for start in range(0, size, bank):
+        part = slice(start, min(start + bank, size))
+        wide = ndarray((rows, part.stop - start), float32, psum, "")
+        tensor_engine.nc_matmul(wide, ones[:, :rows], source[:, part], is_stationary_onezero=True)
+        elementwise.activation(target[:, part], copy, wide)
 
 
 @exported
@@ -400,22 +392,20 @@ def expand_dims(x: Any, axis: int) -> NkiTensor:
 @exported
 def broadcast_to(x: Any, shape: Any, dtype: Any = None) -> NkiTensor:
     """Return x broadcast to `shape`, in SBUF; over partitions by TensorE, other dtypes by DMA."""
-    machine, tile, shape = current(), need_tile("broadcast_to", x), tuple(shape)
+    tile, shape = need_tile("broadcast_to", x), tuple(shape)
     fits = len(shape) == len(tile.shape) and tile.shape[0] in (1, shape[0])
     tile.need(fits, f"nl.broadcast_to: it does not broadcast to {shape}")
-    whole = True
     if tile.shape[0] != shape[0]:
         tile = copy(tile) if tile.memory == "psum" else tile
         spread = new_tile(tile, None, (shape[0], *tile.shape[1:]))
         on_chip = tile.memory == "sbuf" and tile.access().partition_start == 0
-        whole = on_chip and tile.dtype in EXACT_DTYPES
-        if whole:
-            spread_by_product(machine, spread, tile, NAMES["copy"])
+        if on_chip and tile.dtype in _EXACT_DTYPES:
+            _spread_by_product(spread, tile)
         else:
             for partition in range(shape[0]):
                 dma.dma_copy(spread[partition], tile)
         tile = spread
-    if whole and tile.shape == shape and (dtype is None or dtype == tile.dtype):
+    if tile.shape == shape and (dtype is None or dtype == tile.dtype):
         return tile
     result = new_tile(tile, dtype, shape)
     elementwise.tensor_copy(result, stretch("broadcast_to", tile, shape))

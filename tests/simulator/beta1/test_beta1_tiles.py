@@ -86,6 +86,7 @@ COMPARED = """
 MASKED = values(200, 100)
 CUBE = values(64, 3, 20, 5)
 WHOLE = np.round(4 * A)
+LARGE = np.arange(2**24 + 1, 2**24 + 9, dtype=np.int32)[None]
 EXACTLY = {
     "a result that the kernel holds outlives the tile that it was assigned to": (
         """
@@ -174,6 +175,9 @@ EXACTLY = {
         row = nl.load(a.reshape((1, 256)))
         return out(row.broadcast_to((128, 256)))
         """, (A[0],), (np.repeat(A[:1], 128, 0),),
+    ),
+    "a row of integers that float32 does not hold is broadcast over partitions": (
+        "return out(nl.load(a).broadcast_to((4, 8)))", (LARGE,), (np.repeat(LARGE, 4, 0),),
     ),
     "reductions over free axes that are not the last": (
         "return out(nl.max(nl.load(a), axis=[1, 3]))", (CUBE,), (CUBE.max((1, 3)),),
