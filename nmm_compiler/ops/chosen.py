@@ -309,8 +309,8 @@ ADAPTERS = AdaptersOp(
     name="adapters_matmul", spec=AdaptersSpec,
     kept="u",  # a kernel gathers its rows
     operands=(
-        *map(Operand, ("x", "index", "u", "v", "gains")), Operand("bias", "Tensor?"),
-        Operand("w", "Tensor?"),
+        Operand("x"), Operand("index"), Operand("u", letter="u"), Operand("v", letter="v"),
+        Operand("gains"), Operand("bias", "Tensor?", "bias"), Operand("w", "Tensor?", "w"),
     ),
     keywords={
         "activation": "identity", **LAYOUTS, "u_layout": "row", "v_layout": "row",

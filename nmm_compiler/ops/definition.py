@@ -10,13 +10,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from nmm_compiler.errors import ShapeError
 from nmm_compiler.ops.launches import Launch
+from nmm_compiler.ops.operands import check_same
 
 Grads = list[Any]
 Placements = list[tuple[list[Any], list[Any]]]
@@ -34,32 +36,48 @@ _OPTIONAL = {
 }
 
 
+EACH = "each"
+"""The end of an operand with a tensor for each of several linears."""
+
+
+class Held(NamedTuple):
+    """A tensor of a call, None where it is left out: of which operand, part, and linear."""
+
+    name: str
+    letter: str
+    end: str
+    tensor: Any
+
+
 @dataclass(frozen=True)
 class Operand:
     """An argument that holds tensors.
 
-    kind: its type in a schema. role: "first" and "last" for the factors u and v, "dense" for a
-    weight, "bias"; "factors" for a projection [u, v] or [w], "down_factors" for one that follows a
-    gate, "gated_" before the role of those of gate, up and down; others are whole on every device.
-    layout: the keyword that says how it is stored.
+    kind: its type in a schema. letter: which part of a linear it is: "u", "v", "w", "bias",
+    "inner_bias"; "w_scale" and "branch_scale" of stored numbers; "uvw" for [u, v] or [w], "scale"
+    for the scales of all weights in their order; "" for what belongs to no linear. end: the linear
+    that has it, EACH for a tensor for each, "" for the only one, or for all.
     """
 
     name: str
     kind: str = "Tensor"
-    role: str = ""
-    layout: str = ""
+    letter: str = ""
+    end: str = ""
 
-    def parts(self, value: Any) -> Iterator[tuple[Any, str]]:
-        """Yield (tensor or None, role) for each tensor of a value."""
-        every = value if isinstance(value, (list, tuple)) else [value]
-        for i, tensor in enumerate(every):
-            role = self.role
-            if role.endswith("factors"):
-                at = i if len(every) == 2 else 2
-                role = role.removesuffix("factors") + ("first", "last", "dense")[at]
-            elif role.startswith("gated_"):
-                role = ("down_" if i == 2 else "") + role.removeprefix("gated_")
-            yield tensor, role
+    def tensors(self, value: Any, ends: Sequence[str]) -> Iterator[Held]:
+        """Yield the tensors of a value; ends: of the linears of a call."""
+        several = value if isinstance(value, (list, tuple)) else [value]
+        letters: Sequence[str] = [self.letter] * len(several)
+        if self.letter == "uvw":
+            if not 1 <= len(several) <= 2:
+                count = len(several)
+                raise ShapeError(f"{self.name} has {count} weights; pass [u, v] or a dense [w]")
+            letters = "uv" if len(several) == 2 else "w"
+        if self.end != EACH or value is None:
+            ends = [self.end] * len(several)
+        check_same(f"numbers of linears and {self.name}", len(ends), len(several))
+        for letter, end, tensor in zip(letters, ends, several, strict=True):
+            yield Held(self.name, letter, end, tensor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +115,22 @@ class Op:
     def bound(self, args: Sequence[Any], kw: Mapping[str, Any]) -> dict[str, Any]:
         """Return every argument of a call by its name, those that it leaves out too."""
         return {**self.defaults, **dict(zip(self.defaults, args, strict=False)), **kw}
+
+    def ends_of(self, given: Mapping[str, Any]) -> Sequence[str]:
+        """Return what tells the linears of a call apart."""
+        return ("",)
+
+    def tensors(self, given: Mapping[str, Any]) -> list[Held]:
+        """Return every tensor of a call in the order of its operands; given: arguments by name."""
+        ends = self.ends_of(given)
+        made = [held for one in self.operands for held in one.tensors(given[one.name], ends)]
+        weights = [one for one in made if one.letter in ("u", "v", "w")]
+        scales = [place for place, one in enumerate(made) if one.letter == "scale"]
+        if "scales" in given:
+            check_same("numbers of weights and scales", len(weights), len(scales))
+        for place, weight in zip(scales, weights, strict=False):
+            made[place] = made[place]._replace(letter=f"{weight.letter}_scale", end=weight.end)
+        return made
 
     @functools.cached_property
     def defaults(self) -> dict[str, Any]:

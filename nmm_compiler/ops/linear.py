@@ -52,10 +52,9 @@ from nmm_compiler.kernels.linear.specs import (
     MatmulSpec,
 )
 from nmm_compiler.kernels.number_formats import FP8
-from nmm_compiler.kernels.packed_formats import MX
 from nmm_compiler.ops import references
 from nmm_compiler.ops.by_kernels import ByKernels
-from nmm_compiler.ops.definition import LAYOUTS, NORM, WHERE, Op, Operand, Placements
+from nmm_compiler.ops.definition import EACH, LAYOUTS, NORM, WHERE, Op, Operand, Placements
 from nmm_compiler.ops.launches import (
     TOKEN_AXES,
     Launch,
@@ -72,12 +71,10 @@ from nmm_compiler.ops.operands import (
     read_layouts,
     tokens_of,
 )
-from nmm_compiler.ops.sharding import Part, placements
+from nmm_compiler.ops.sharding import layout_name, placements
 from nmm_compiler.ops.stored import (
     FP8_DTYPE,
     Matrix,
-    check_cut,
-    leaves_whole,
     refuse_gradients,
     stored_operands,
 )
@@ -87,11 +84,6 @@ OF_X = {"x_scale": None, "out_dtype": "bfloat16"}
 """The keywords of ops of fp8 weights that the plain ones do not have."""
 _FLAGS = {"w": "base", "inner_gain": "inner_norm"}
 """The fields of specs that say that an operand is there, where their names differ."""
-_LISTS = {
-    "u": "us", "v": "vs", "w": "ws", "w_scale": "w_scales", "bias": "biases",
-    "branch_scale": "branch_scales", "activation": "activations", "layout": "out_layouts",
-}  # fmt: skip
-"""The arguments of one linear, and the lists that have those of several."""
 _BETWEEN = ("inner_bias", "inner_gain")
 _OF_PAIR = ("scale", "inner_activation", "inner_eps", "tp", "tp_axis", "group")
 """The keywords of an op of one linear that its reference takes, beside layouts and activation."""
@@ -162,18 +154,30 @@ class LinearOp(Op):
     ends: tuple[str, ...] = ()
     kept: str = ""
 
+    def ends_of(self, given: Mapping[str, Any]) -> Sequence[str]:
+        """Return what tells the linears of a call apart."""
+        if self.ends:
+            return self.ends
+        return [str(i) for i in range(len(given["vs"]))] if self.many else ("",)
+
     def linears(self, given: Mapping[str, Any]) -> list[Linear]:
         """Return the linears of a call, from its arguments by name."""
-        rows = list(self._rows(given))
-        if "scales" in given:
-            _take_scales(given, rows)
+        ends = self.ends_of(given)
+        rows: dict[str, dict[str, Any]] = {end: {} for end in ends}
+        for held in self.tensors(given):
+            for end in [held.end] if held.end in rows else ends:
+                rows[end][held.letter] = held.tensor
         if "format" in given:
             check_name("format", given["format"], MULTIPLIED)
+        activations = _of_each(given, "activations", given.get("activation", "identity"), len(ends))
+        layouts = _of_each(given, "out_layouts", given["out_layout"], len(ends))
+        between = {name: given[name] for name in _BETWEEN if name in given}
         made = []
-        for end, row in rows:
+        for end, activation, layout in zip(ends, activations, layouts, strict=True):
+            row = rows[end]
             weights = {
                 letter: Matrix(
-                    operand_name(letter, end), row[letter], given[_layout_name(given, letter)],
+                    operand_name(letter, end), row[letter], given[layout_name(given, letter)],
                     *_stored_as(letter, row, given),
                 )
                 for letter in "uvw" if row.get(letter) is not None
@@ -181,31 +185,8 @@ class LinearOp(Op):
             check_same("factors u and v", "u" in weights, "v" in weights)
             for one in weights.values():
                 one.check()
-            between = {name: given[name] for name in _BETWEEN if name in given}
-            activation = row.get("activation") or given.get("activation", "identity")
-            layout = row.get("layout") or given["out_layout"]
             made.append(Linear(end, weights, row.get("bias"), activation, layout, between))
         return made
-
-    def _rows(self, given: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield (end, arguments) of each linear, by their names in an op of one."""
-        many = {one: given[of] for one, of in _LISTS.items() if given.get(of) is not None}
-        if "gate" in given:
-            for end in self.ends:
-                count = len(given[end])
-                if not 1 <= count <= 2:
-                    raise ShapeError(f"{end} has {count} weights; pass [u, v] or a dense [w]")
-                weights = zip("uv" if count == 2 else "w", given[end], strict=True)
-                yield end, {**dict(weights), "bias": given[f"{end}_bias"]}
-        elif many:
-            ends = self.ends or [str(i) for i in range(len(many["v"]))]
-            for one, values in many.items():
-                check_same(f"numbers of linears and {_LISTS[one]}", len(ends), len(values))
-            many |= {"u": [given["u"]] * len(ends)} if "u" in given else {}
-            for i, end in enumerate(ends):
-                yield end, {one: values[i] for one, values in many.items()}
-        else:
-            yield "", dict(given)
 
     def reference(self, *args: Any, by: Any = references.ByTorch, **kw: Any) -> Any:
         """Return what the op computes, in plain PyTorch; by: what computes its products."""
@@ -297,7 +278,7 @@ class LinearOp(Op):
             named |= stored_operands(linear.weights, transpose, first, self.kept)
             for letter, one in linear.weights.items():
                 as_is = transpose is None or letter in self.kept
-                said[_layout_name(given, letter)] = one.layout if as_is else "row"
+                said[layout_name(given, letter)] = one.layout if as_is else "row"
         known = self.spec.__dataclass_fields__
         spec = self.spec(**{name: value for name, value in said.items() if name in known})
         named["x"] = rows
@@ -330,45 +311,15 @@ class LinearOp(Op):
         inputs only between blocks.
         """
         given = self.bound(args, kw)
-        form = MX.get(given.get("format", ""))
-        every = [
-            (one, tensor, role)
-            for one in self.operands
-            for tensor, role in one.parts(given[one.name])
-        ]
-        roles = iter([role for one, _, role in every if one.layout])
-        parts: list[Part] = []
-        stored: list[tuple[int, Any, int]] = []  # place, tensor, blocks
-        for one, tensor, role in every:
-            layout = one.layout
-            if one.name == "scales":
-                role = f"{next(roles)}_scale"
-            elif form is not None and role.endswith(("dense", "dense_scale")):
-                of_block = 1 if role.endswith("_scale") else 32 * form.bits // 8
-                stored.append((len(parts), tensor, tensor.shape[1] // of_block))
-                role, layout = role.removesuffix("_scale"), "w_layout"
-            parts.append((role, tensor, layout))
-        made = placements(given, parts, self.ends)
-        for place, tensor, blocks in stored:
-            check_cut(tensor, blocks)
-            made = [row for row in made if leaves_whole(row[1][place], tensor, blocks)]
-        return made
+        return placements(given, self.tensors(given), self.ends)
 
 
-def _layout_name(given: Mapping[str, Any], letter: str) -> str:
-    return "weight_layout" if "weight_layout" in given else f"{letter}_layout"
-
-
-def _take_scales(given: Mapping[str, Any], rows: Sequence[tuple[str, dict[str, Any]]]) -> None:
-    """Give each weight its scale: these are in the order of the weights among the arguments."""
-    places = [(row, letter) for _, row in rows for letter in "uvw" if row.get(letter) is not None]
-    scales = list(given["scales"])
-    if "vs" in given:
-        places.sort(key=lambda place: place[1])
-        scales = scales[:1] * (len(rows) - 1) * ("u" in given) + scales
-    check_same("numbers of weights and scales", len(places), len(scales))
-    for (row, letter), scale in zip(places, scales, strict=True):
-        row[f"{letter}_scale"] = scale
+def _of_each(given: Mapping[str, Any], several: str, one: str, count: int) -> Sequence[str]:
+    """Return a keyword of each linear: those of a list, or one for all."""
+    every = given.get(several)
+    every = [one] * count if every is None else every
+    check_same(f"numbers of linears and {several}", count, len(every))
+    return every
 
 
 def _stored_as(
@@ -464,27 +415,23 @@ def check_norm_of(given: Mapping[str, Any], k: Any) -> None:
         check_vector(name, vector, k)
 
 
-_X, _BIAS = Operand("x", role="x"), Operand("bias", "Tensor?", "bias")
-_U, _V, _W = (
-    Operand(name, role=role, layout=f"{name}_layout")
-    for name, role in (("u", "first"), ("v", "last"), ("w", "dense"))
-)
-_US = Operand("us", "Tensor[]", "first", "u_layout")
-_VS = Operand("vs", "Tensor[]", "last", "v_layout")
-_BIASES = Operand("biases", "Tensor?[]", "bias")
+_X, _BIAS = Operand("x"), Operand("bias", "Tensor?", "bias")
+_U, _V, _W = (Operand(letter, letter=letter) for letter in "uvw")
+_US, _VS = (Operand(f"{letter}s", "Tensor[]", letter, EACH) for letter in "uv")
+_BIASES = Operand("biases", "Tensor?[]", "bias", EACH)
 _BASE = dataclasses.replace(_W, kind="Tensor?")
-_INNER = (Operand("inner_bias", "Tensor?", "inner_bias"), Operand("inner_gain", "Tensor?"))
-ENDS = tuple(Operand(name, "Tensor?", name) for name in ("norm_gain", "norm_bias", "residual"))
-_GATE, _UP = (Operand(name, "Tensor[]", "factors", "weight_layout") for name in ("gate", "up"))
-_DOWN = Operand("down", "Tensor[]", "down_factors", "weight_layout")
-_GATE_BIAS, _UP_BIAS = (Operand(f"{name}_bias", "Tensor?", "bias") for name in ("gate", "up"))
-_DOWN_BIAS = Operand("down_bias", "Tensor?", "down_bias")
+_INNER = tuple(Operand(name, "Tensor?", name) for name in _BETWEEN)
+ENDS = tuple(Operand(name, "Tensor?") for name in ("norm_gain", "norm_bias", "residual"))
+MLP_ENDS = ("gate", "up", "down")
+_GATE, _UP, _DOWN = (Operand(end, "Tensor[]", "uvw", end) for end in MLP_ENDS)
+_GATE_BIAS, _UP_BIAS, _DOWN_BIAS = (
+    Operand(f"{end}_bias", "Tensor?", "bias", end) for end in MLP_ENDS
+)
 _UV = {**LAYOUTS, "u_layout": "row", "v_layout": "row"}
 _INSIDE = {"inner_activation": "identity", "inner_eps": 1e-6}
 _RANKS = {"tp": 1, "tp_axis": "", "group": ""}
 _GATED = {"activation": "silu", **LAYOUTS, "weight_layout": "row"}
 _IDENTITY = {"activation": "identity"}
-MLP_ENDS = ("gate", "up", "down")
 
 
 def _op(
@@ -535,12 +482,11 @@ def _scaled(plain: LinearOp) -> LinearOp:
     """Return the op of fp8 weights that belongs to an op."""
     behind = {*ENDS, *_INNER}
     x, *others = (one for one in plain.operands if one not in behind and one != _BASE)
-    layouts = {one.layout for one in plain.operands} - {one.layout for one in others}
-    unused = layouts | {*NORM, *_INSIDE, *_RANKS}
+    unused = {*NORM, *_INSIDE, *_RANKS, *(["w_layout"] if _BASE in plain.operands else [])}
     own = {name: value for name, value in plain.keywords.items() if name not in unused}
     return dataclasses.replace(
         plain, name=plain.name + SUFFIX, keywords={**OF_X, **own}, bare=None,
-        operands=(x, Operand("scales", "Tensor[]"), *others),
+        operands=(x, Operand("scales", "Tensor[]", "scale"), *others),
     )  # fmt: skip
 
 
@@ -548,11 +494,10 @@ _FEW_BITS = {
     **LAYOUTS, "u_layout": "row", "v_layout": "row", "w_layout": "col",
 }  # fmt: skip
 _OF_MANY = (
-    Operand("ws", "Tensor[]", "dense", "w_layout"), Operand("w_scales", "Tensor[]", "dense_scale"),
-    Operand("us", "Tensor?[]", "first", "u_layout"), Operand("vs", "Tensor?[]", "last", "v_layout"),
+    Operand("ws", "Tensor[]", "w", EACH), Operand("w_scales", "Tensor[]", "w_scale", EACH),
+    Operand("us", "Tensor?[]", "u", EACH), Operand("vs", "Tensor?[]", "v", EACH),
 )  # fmt: skip
-_OF_MLP = tuple(dataclasses.replace(one, role=f"gated_{one.role}") for one in _OF_MANY)
-_BRANCHES = Operand("branch_scales", "Tensor[]?")
+_BRANCHES = Operand("branch_scales", "Tensor[]?", "branch_scale", EACH)
 
 
 def _corrected(
@@ -568,8 +513,9 @@ def _corrected(
 CORRECTED = _corrected(
     "corrected_matmul", CorrectedSpec,
     (
-        _W, Operand("w_scale", role="dense_scale"), dataclasses.replace(_U, kind="Tensor?"),
-        dataclasses.replace(_V, kind="Tensor?"), _BIAS, Operand("branch_scale", "Tensor?"),
+        _W, Operand("w_scale", letter="w_scale"), dataclasses.replace(_U, kind="Tensor?"),
+        dataclasses.replace(_V, kind="Tensor?"), _BIAS,
+        Operand("branch_scale", "Tensor?", "branch_scale"),
     ),
     _IDENTITY,
 )  # fmt: skip
@@ -578,7 +524,7 @@ CORRECTED_SHARED = _corrected(
     {"activations": None, "out_layouts": None}, 2,
 )  # fmt: skip
 CORRECTED_MLP = _corrected(
-    "corrected_mlp", CorrectedMLPSpec, (*_OF_MLP, _BRANCHES), {"activation": "silu"},
+    "corrected_mlp", CorrectedMLPSpec, (*_OF_MANY, _BRANCHES), {"activation": "silu"},
     ends=MLP_ENDS,
 )  # fmt: skip
 LINEAR_OPS = (

@@ -12,8 +12,8 @@ A gated MLP has "column" for its gate and up, whose features "row" of its down p
 activation or a gate is not linear, so a call that has one refuses the Partial rows; a bias of a
 Partial result is Partial too, which DTensor makes of a whole one without moving anything.
 Row parallelism that sums at width r needs the collective between the two products: a call with
-tp_axis "rows" has it inside. Such a call has one row, its own (ON_RANKS). Cuts are dimensions of
-each operand as it is stored.
+tp_axis "rows" has it inside, and is cut by inputs alone. Each row cuts one size: tokens, outputs,
+inputs, the rank, or the features between a gate and its down projection.
 """
 
 from __future__ import annotations
@@ -23,121 +23,111 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from nmm_compiler.ops.definition import Placements
+from nmm_compiler.kernels.packed_formats import MX
+from nmm_compiler.ops.definition import Held, Placements
+from nmm_compiler.ops.references import layouts_of
+from nmm_compiler.ops.stored import check_cut, leaves_whole
 
-Part = tuple[str, Any, str]
-"""Role (definition.py), tensor or None, and the name of the layout of an operand, x first.
+_AXES = {"u": "kr", "v": "rn", "w": "kn", "bias": "n", "inner_bias": "r"}
+"""The sizes along which each part of a linear lies: inputs, rank and outputs.
 
-The scales of a weight's outputs have the weight's role and "_scale" behind it."""
-
-Way = tuple[str, str, dict[str, str]]
-"""Name of the result's and of x's placement, and how each role is cut: "in", "out", "partial"."""
-
-COLUMN: Way = ("features", "whole", {"last": "out", "dense": "out", "bias": "out"})
-PRODUCTS: tuple[Way, ...] = (
-    COLUMN,
-    ("partial", "features", {"first": "in", "dense": "in", "bias": "partial"}),
-    ("partial", "whole",
-     {"first": "out", "last": "in", "bias": "partial", "inner_bias": "out"}),
-)  # fmt: skip
-"""Of results that are sums of products of x: column, row and rank."""
-SHAPED: tuple[Way, ...] = (PRODUCTS[0], PRODUCTS[2])
-"""Of products with a function between them, which needs whole sums of x u."""
-NORMED: tuple[Way, ...] = PRODUCTS[:1]
-"""Of products with a norm over the rank between them."""
-ON_RANKS: tuple[Way, ...] = (("whole", "features", PRODUCTS[1][2] | {"bias": "whole"}),)
-"""Of calls whose kernels sum x u over the ranks themselves."""
-GATED_UP: tuple[Way, ...] = (COLUMN,)
-GATED_MLP: tuple[Way, ...] = (
-    ("features", "whole",
-     {"down_last": "out", "down_dense": "out", "down_bias": "out"}),
-    ("partial", "whole",
-     {**COLUMN[2], "down_first": "in", "down_dense": "in", "down_bias": "partial"}),
-)  # fmt: skip
+Gate and up before a down projection have outputs h, its inputs; its rank is q."""
+_BEHIND, _BEFORE = str.maketrans("kr", "hq"), str.maketrans("n", "h")
 
 
-def cut(layout: str, side: str) -> int:
-    """Return the dimension of a weight that holds its "in" or "out" features."""
-    return (0 if side == "in" else 1) if layout == "row" else (1 if side == "in" else 0)
+def layout_name(given: Mapping[str, Any], letter: str) -> str:
+    """Return the keyword that says how u, v or w of a call is stored."""
+    return "weight_layout" if "weight_layout" in given else f"{letter}_layout"
 
 
-def features_dim(ndim: int, layout: str) -> int:
-    """Return the dimension of activations that holds their features."""
-    return 0 if layout == "col" else ndim - 1
+def _axes(held: Held, given: Mapping[str, Any], gated: Sequence[str]) -> str:
+    """Return the size along each dimension of a part of a linear, "" for what is never cut.
+
+    Scales are of the outputs of their weight, those of MX blocks of its blocks.
+    """
+    letter = held.letter.removesuffix("_scale")
+    axes = "" if held.tensor is None else _AXES.get(letter, "")
+    if axes and letter != held.letter and given.get("format") not in MX:
+        axes = axes[1:] * (held.tensor.shape[0] > 1)
+    elif len(axes) == 2 and given[layout_name(given, letter)] == "col":
+        axes = axes[::-1]
+    if "down" in gated:
+        axes = axes.translate(_BEHIND if held.end == "down" else _BEFORE)
+    return axes
 
 
-def token_dims(ndim: int, layout: str) -> list[int]:
-    """Return the dimensions of activations that count tokens."""
-    return [1] if layout == "col" else list(range(ndim - 1))
+def _cuts(given: Mapping[str, Any], parts: Sequence[Held], gated: Sequence[str]) -> str:
+    """Return the sizes of linears along which devices may cut a call.
 
-
-def _ways(given: Mapping[str, Any], gated: Sequence[str]) -> tuple[Way, ...]:
-    """Return the rows of a call besides "replicate" and "token"."""
-    if gated:
-        return GATED_MLP if "down" in gated else GATED_UP
+    Results are sums over all but n. A norm takes all features of x.
+    """
+    normed = given.get("norm", "none") != "none"
     if given.get("tp_axis"):
-        return ON_RANKS
-    if given.get("inner_gain") is not None:
-        return NORMED
-    inner = given.get("inner_activation", "identity") != "identity"
-    return SHAPED if inner or given.get("inner_bias") is not None else PRODUCTS
+        return "k" * (not normed)
+    if gated:
+        return "nh" if "down" in gated else "n"
+    activations = {given.get("activation", "identity"), *(given.get("activations") or ())}
+    has = {one.letter for one in parts if one.tensor is not None}
+    if activations != {"identity"} or "inner_gain" in has:
+        return "n"
+    inner = given.get("inner_activation", "identity") != "identity" or "inner_bias" in has
+    return "n" + "k" * (not inner and not normed) + "r" * ("w" not in has)
 
 
-def placements(given: Mapping[str, Any], parts: Sequence[Part], gated: Sequence[str]) -> Placements:
+def placements(given: Mapping[str, Any], parts: Sequence[Held], gated: Sequence[str]) -> Placements:
     """Return what a call accepts: the rows of the table above; given: its arguments by name.
 
-    gated: the linears that a gate joins. A norm takes all features of x, so x is not cut along
-    them. A residual lies as the result: what is Partial in the result is Partial in the residual.
+    gated: the linears that a gate joins. A residual lies as the result, and of a Partial result it
+    is Partial, as a bias is.
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
 
-    x, x_layout = given["x"], given["x_layout"]
+    x, x_layout, summed = given["x"], given["x_layout"], bool(given.get("tp_axis"))
+    tokens = [str(dim) for dim in range(x.ndim - 1)]
+
+    def lying(features: str, layout: str) -> Sequence[str]:
+        if layout == "row":
+            return [*tokens, features]
+        return [features, *(tokens if len(tokens) == 1 else ["all tokens"])]
+
     results = len(given["vs"]) if "vs" in given and not gated else 1
-    out_layouts = given.get("out_layouts") or [given["out_layout"]] * results
-    linear = {given.get("activation", "identity"), *(given.get("activations") or ())} == {
-        "identity"
-    }
-    dense = any(role == "dense" and tensor is not None for role, tensor, _ in parts)
-    summed, normed = bool(given.get("tp_axis")), given.get("norm", "none") != "none"
+    outs = [
+        lying("n", layout)
+        for layout in layouts_of(given["out_layout"], given.get("out_layouts"), results)
+    ]
+    known = {"x": lying("k", x_layout), "residual": outs[0]}
+    lies = [known.get(one.name) or _axes(one, given, gated) for one in parts]
+    cuts = [] if summed else ["", *(one for one in tokens if all(one in out for out in outs))]
+    rows: Placements = []
+    for cut in [*cuts, *_cuts(given, parts, gated)]:
+        whole = Partial() if cut in ("k", "r", "h") and not summed else Replicate()
 
-    def placed(part: Part, sides: dict[str, str], of_x: Any, out: Any) -> Any:
-        role, tensor, layout = part
-        side = sides.get(role.removesuffix("_scale"), "whole")
-        if tensor is None:
-            return None
-        if role.endswith("_scale") and (side == "in" or tensor.shape[0] == 1):
-            side = "whole"
-        if role in ("x", "residual"):
-            return of_x if role == "x" else out
-        if side in ("partial", "whole"):
-            return Partial() if side == "partial" else Replicate()
-        return Shard(cut(given[layout], side) if layout else 0)
+        def placed(axes: Sequence[str], added: bool, cut: str = cut, whole: Any = whole) -> Any:
+            if cut and cut in axes:
+                return Shard(axes.index(cut))
+            return whole if added else Replicate()
 
-    def row(outs: list[Any], of_x: Any, sides: dict[str, str]) -> tuple[list[Any], list[Any]]:
-        return outs, [placed(part, sides, of_x, outs[0]) for part in parts]
+        ins = [
+            None
+            if one.tensor is None
+            else placed(axes, one.letter == "bias" or one.name == "residual")
+            for one, axes in zip(parts, lies, strict=True)
+        ]
+        rows.append(([placed(out, True) for out in outs], ins))
+    return _between_blocks(given, parts, rows)
 
-    whole = [Replicate()] * results
-    rows = [] if summed else [row(whole, Replicate(), {})]
-    if not summed and set(out_layouts) == {x_layout}:
-        rows += [row([Shard(at)] * results, Shard(at), {}) for at in token_dims(x.ndim, x_layout)]
-    flat = "col" in (x_layout, *out_layouts)
-    out_features = [Shard(features_dim(2 if flat else x.ndim, layout)) for layout in out_layouts]
-    made: dict[str, list[Any]] = {
-        "features": out_features,
-        "whole": whole,
-        "partial": [Partial()] * results,
-    }
-    for out, of_x, sides in _ways(given, gated):
-        features = of_x == "features"
-        bad = out == "partial" and (
-            (dense and "dense" not in sides) or not (linear or gated)
-        )  # a gate is before what is summed
-        if not bad and not (features and normed):
-            along = Shard(features_dim(x.ndim, x_layout)) if features else Replicate()
-            rows.append(row(made[out], along, sides))
-    if "token_axis" in given and x.ndim == 2 and x_layout != out_layouts[0]:
-        axis = {"row": 0, "col": 1}  # along m, where x and the result differ in layout
-        rows.append(row([Shard(axis[out_layouts[0]])], Shard(axis[x_layout]), {}))
+
+def _between_blocks(
+    given: Mapping[str, Any], parts: Sequence[Held], rows: Placements
+) -> Placements:
+    """Return the rows that leave the blocks of MX weights whole."""
+    form = MX.get(given.get("format", ""))
+    for place, one in enumerate(parts):
+        if form is not None and one.letter in ("w", "w_scale"):
+            of_block = 1 if one.letter == "w_scale" else 32 * form.bits // 8
+            blocks = one.tensor.shape[1] // of_block
+            check_cut(one.tensor, blocks)
+            rows = [row for row in rows if leaves_whole(row[1][place], one.tensor, blocks)]
     return rows
 
 
