@@ -25,10 +25,11 @@ of the built-in rules hold here too.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,18 +49,13 @@ from nmm_compiler.passes.graph.canonical import (
     AlongLast,
     Canonical,
     Cast,
-    Concatenation,
-    Form,
     Key,
     Leaf,
     Norm,
     Opaque,
-    Part,
     Product,
     Scale,
     Side,
-    Softmax,
-    Virtual,
     describe,
     dtype_name,
     owner_of,
@@ -115,16 +111,28 @@ class Pattern:
     @property
     def unread(self) -> list[str]:
         """Return the tensors that the pattern does not read, and numbers that no form holds."""
-        held = {abs(n) for form in self.c.forms.values() for n in _numbers(form)}
+        said = (one for key in self.c.forms for one in spellings(self.c, key))
+        held = {abs(number) for one in said for number in one.numbers}
         numbers = self.parameters.numbers.items()
         lost = [name for name, n in numbers if not held & {n, 1.0 / n}]
         return [*(name for holder, name in self.names.items() if not holder.users), *lost]
 
-    def number(
+    def numbers(
+        self, own: Sequence[float], theirs: Sequence[float], known: Mapping[str, float]
+    ) -> dict[str, float] | None:
+        """Return the values of the pattern's parameters for numbers of a graph; None where one is
+        another number than the pattern's."""
+        values = dict(known)
+        for mine, number in zip(own, theirs, strict=True):
+            more = self._number(mine, number, values)
+            if more is None:
+                return None
+            values |= more
+        return values
+
+    def _number(
         self, own: float, theirs: float, known: Mapping[str, float]
     ) -> dict[str, float] | None:
-        """Return the values of the pattern's parameters for a number of a graph; None where it is
-        another number than the pattern's."""
         for name, traced in self.parameters.numbers.items():
             for power, sign in ((1, 1), (1, -1), (-1, 1)):
                 if own == sign * traced**power:
@@ -133,11 +141,6 @@ class Pattern:
                     value = sign * theirs**power
                     return {name: value} if known.get(name, value) == value else None
         return {} if own == theirs else None
-
-
-def _numbers(form: Form) -> list[float]:
-    held = [getattr(form, name, None) for name in ("factor", "alpha", "beta", "b", "eps")]
-    return [n for n in held if isinstance(n, float)]
 
 
 def read_pattern(
@@ -167,32 +170,36 @@ def read_pattern(
     return pattern
 
 
-def pattern_readings(
-    function: Callable[..., Any], parameters: Parameters, given: Mapping[str, int]
-) -> list[dict[str, int]]:
-    """Return the ranks of parameters that a pattern may be read with, matrices first.
+def read_patterns(
+    function: Callable[..., Any],
+    parameters: Parameters,
+    given: Mapping[str, int],
+    dtype: torch.dtype,
+) -> list[Pattern]:
+    """Return the readings of a function with each rank that its parameters may have, matrices
+    first.
 
     A parameter that a product of the first reading reads has that rank in all of them. given: ranks
     that the user states. Raises BrokenRuleError where no ranks let the function run.
     """
     free = [name for name in parameters.tensors if name not in given]
-    choices = sorted(itertools.product(_RANKS, repeat=len(free)), key=sum, reverse=True)
     fixed: dict[str, int] = {}
-    found: list[dict[str, int]] = []
+    found: list[Pattern] = []
     error: Exception | None = None
-    for choice in choices:
+    choices = itertools.product(_RANKS, repeat=len(free))
+    for choice in sorted(choices, key=sum, reverse=True):
         ranks = {**dict(zip(free, choice, strict=True)), **given}
         if not fixed.items() <= ranks.items():
             continue
         try:
-            pattern = read_pattern(function, parameters, ranks, torch.float32)
+            pattern = read_pattern(function, parameters, ranks, dtype)
         except Exception as failed:  # ranks that the function does not take are no reading of it
             if isinstance(failed, BrokenRuleError) and not found:
                 raise
             error = error or failed
             continue
         fixed = fixed or {name: ranks[name] for name in _in_products(pattern)}
-        found.append(ranks)
+        found.append(pattern)
     if not found:
         raise unreadable_pattern(function, f"it runs on no matrices and vectors: {error}")
     return found
@@ -207,25 +214,79 @@ def _in_products(pattern: Pattern) -> Iterator[str]:
                 yield pattern.names[base]
 
 
-def summed_labels(
-    c: Canonical, sides: tuple[Side, Side], out_labels: tuple[int, ...]
-) -> tuple[int, ...]:
-    """Return the labels that a product sums over, without those of size 1."""
-    (left, labels), (_, others) = sides
-    real = (label for label, size in zip(labels, c.sizes(left), strict=True) if size != 1)
-    return tuple(label for label in real if label in others and label not in out_labels)
+@dataclass(frozen=True)
+class Spelling:
+    """A way to say what a value is computed from.
+
+    name, arguments: what has to be the same in a pattern and in a graph. numbers: parameters of a
+    pattern may stand for them. nodes: further ones that it covers. in_place: nothing is known of
+    the operation, so every axis of an operand has to be in its place.
+    """
+
+    name: str
+    operands: Sequence[Key]
+    numbers: tuple[float, ...] = ()
+    nodes: frozenset[fx.Node] = frozenset()
+    arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    in_place: bool = False
+
+    def __str__(self) -> str:
+        words = [f"{name}={value}" for name, value in self.arguments.items()]
+        return f"{self.name} with {', '.join(words)}" if words else self.name
 
 
-def labels_of(dim: views.Dim, form: Product, shape: tuple[Size, ...]) -> tuple[int, ...] | None:
-    """Return the labels of whole axes of a product's result; None where one is cut."""
-    axes = [views.whole_axis((atom,), shape) for atom in dim]
-    return None if None in axes else tuple(form.out_labels[a] for a in axes if a is not None)
+def spellings(c: Canonical, key: Key) -> Iterator[Spelling]:
+    """Yield the ways to say what a value is computed from; none for products and leaves."""
+    form = c.forms[key]
+    if isinstance(form, (Activation, Cast)):
+        yield Spelling(describe(form), [form.value])
+    elif isinstance(form, Scale):
+        if isinstance(form.factor, float):
+            yield Spelling("scale by a number", [form.value], (form.factor,))
+        yield from (Spelling("scale", order) for order in form.orders)
+    elif isinstance(form, Add):
+        if isinstance(form.b, float):
+            yield Spelling("add of a number", [form.a], (form.alpha, form.beta * form.b))
+            return
+        one, two = _terms(c, form.a, form.alpha), _terms(c, form.b, form.beta)
+        for a, b in (*itertools.product(one, two), *itertools.product(two, one)):
+            yield Spelling("add", (a[0], b[0]), (a[1], b[1]), a[2] | b[2])
+    elif isinstance(form, Norm) and form.eps is not None:
+        vectors = {"weight": form.weight, "bias": form.bias}
+        held = {name: vector for name, vector in vectors.items() if vector is not None}
+        same = {"offset": form.offset, "vectors": [*held]}
+        operands = [form.value, *held.values()]
+        yield Spelling(describe(form), operands, (form.eps,), arguments=same)
+    elif isinstance(form, Opaque) and isinstance(key, fx.Node):
+        yield from _call(key, form)
 
 
-def is_pointwise(key: Key) -> bool:
-    """Return whether ATen calls an operation pointwise."""
-    target = getattr(key, "target", None)
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+def _terms(c: Canonical, key: Key, number: float) -> list[tuple[Key, float, frozenset[fx.Node]]]:
+    """Return a term of a sum as it is, and without a number that multiplies it, if one does."""
+    terms = [(key, number, frozenset[fx.Node]())]
+    base = c.base(key)[0]
+    form = c.forms[base]
+    if isinstance(form, Scale) and isinstance(form.factor, float) and c.is_whole(key):
+        terms.append((form.value, number * form.factor, path_nodes(c, key) | {owner_of(base)}))
+    return terms
+
+
+def _call(node: fx.Node, form: Opaque) -> Iterator[Spelling]:
+    """Yield the call of an operation by its name and its arguments, tensors in order of names."""
+    given = call_arguments(node)
+    if given is None:
+        return
+    along_last = isinstance(form, AlongLast)
+    operands = {name: given[name] for name in sorted(given) if isinstance(given[name], fx.Node)}
+    rest = {name: value for name, value in given.items() if name not in operands}
+    if along_last:
+        rest.pop("dim", None)
+    target = node.target
+    pointwise = isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+    yield Spelling(
+        form.name, [*operands.values()], arguments={"tensors": [*operands], **rest},
+        in_place=not (along_last or pointwise),
+    )  # fmt: skip
 
 
 def call_arguments(node: fx.Node) -> dict[str, Any] | None:
@@ -263,18 +324,10 @@ class Found:
     nodes: frozenset[fx.Node]
 
 
-NOTHING = Found({}, {}, frozenset())
-
-
-Pair = tuple[Key, Key]
-"""A value of the pattern and one of the graph."""
 Operand = tuple[Key, Key, Dims, Dims]
-"""Such a pair, and the same dimensions over the base of each."""
-Operands = list[Operand] | None
-"""All operands that have to agree; None where their dimensions do not."""
-Way = tuple[Operands, Sequence[tuple[float, float]], frozenset[fx.Node]] | str
-"""Operands and numbers that have to agree, and nodes that are covered then; or why none do."""
-_NO_NODES = frozenset[fx.Node]()
+"""A value of the pattern and one of the graph, and the same dimensions over the base of each."""
+Way = tuple[list[Operand], Found]
+"""Operands that have to agree, and what is found with them."""
 
 
 class Unifier:
@@ -287,10 +340,14 @@ class Unifier:
         self.pattern, self.p, self.c, self.node = pattern, pattern.c, c, node
         self.nearest = Refusal("pattern", "", node)
 
-    def ways(self) -> Iterator[Found]:
+    def sites(self) -> Iterator[Site]:
         """Yield every way in which the pattern ends at the node."""
+        pattern = self.pattern
         for seen in self._readings(self.c.sizes(self.node)):
-            yield from self._value(self.pattern.root, self.node, seen, NOTHING)
+            out_dims = tuple(seen[axis] for axis in pattern.axes if axis is not None)
+            for found in self._value(pattern.root, self.node, seen, Found({}, {}, frozenset())):
+                tensors = {name: found.values[holder] for holder, name in pattern.names.items()}
+                yield Site(tensors, found.numbers, out_dims, found.nodes)
 
     def _readings(self, shape: tuple[Size, ...]) -> Iterator[Dims]:
         """Yield all readings of axes as those of the pattern's result.
@@ -307,8 +364,6 @@ class Unifier:
             groups = ([atom for (atom, _), at in held if at == axis] for axis in range(rank))
             yield tuple(map(views.coalesce, groups))
 
-    # -- values ---------------------------------------------------------------------------
-
     def _value(self, own: Key, theirs: Key, seen: Dims, found: Found) -> Iterator[Found]:
         """Compare a base value of the pattern with one of the graph."""
         known = found.values.get(own)
@@ -317,51 +372,31 @@ class Unifier:
                 yield found
             return
         if self.p.dtype(own) != self.c.dtype(theirs):
-            dtypes = f"{self.p.dtype(own)} is wanted, not {self.c.dtype(theirs)}"
-            self._differs(found, theirs, dtypes)
+            self._differs(found, theirs, self.p.dtype(own), self.c.dtype(theirs))
             return
         form, other = self.p.forms[own], self.c.forms[theirs]
-        inside = dataclasses.replace(found, values={**found.values, own: (theirs, seen)})
+        found = dataclasses.replace(found, values={**found.values, own: (theirs, seen)})
         if isinstance(form, Leaf):
             if part_of_one(theirs) is None:
-                yield inside
+                yield found
             return
-        if type(form) not in _WAYS or type(form) is not type(other):
-            self._differs(found, theirs, f"{describe(form)} is wanted, not {describe(other)}")
+        if type(form) is not type(other):
+            self._differs(found, theirs, describe(form), describe(other))
             return
         nodes = {owner_of(theirs)} | self.c.helpers.get(theirs, frozenset())
+        last_moves = not seen or seen[-1:] != self.c.whole(theirs)[-1:]
         along_last = isinstance(form, (Norm, AlongLast))
-        if nodes & self.c.effects.writers or (along_last and not self._last_is_last(theirs, seen)):
+        if nodes & self.c.effects.writers or (along_last and last_moves):
             return
-        inside = dataclasses.replace(inside, nodes=found.nodes | nodes)
-        for way in _WAYS[type(form)](self, (own, theirs), form, other, seen):
-            agreed = way if isinstance(way, str) else self._numbers(inside, *way[1:])
-            if isinstance(agreed, str):
-                self._differs(inside, theirs, agreed)
-            elif not isinstance(way, str) and way[0] is not None:
-                yield from self._operands(way[0], agreed)
+        found = dataclasses.replace(found, nodes=found.nodes | nodes)
+        ways = self._products if isinstance(form, Product) else self._spelled
+        for operands, with_numbers in ways(own, theirs, seen, found):
+            yield from self._operands(operands, with_numbers)
 
-    def _differs(self, found: Found, at: Key, why: str) -> None:
+    def _differs(self, found: Found, at: Key, wanted: object, got: object) -> None:
         if len(found.values) > self.nearest.agreed:
+            why = f"{wanted} is wanted, not {got}"
             self.nearest = Refusal("pattern", why, at, agreed=len(found.values))
-
-    def _last_is_last(self, theirs: Key, seen: Dims) -> bool:
-        """Return whether the last axis of the pattern's value is that of the graph's."""
-        return bool(seen) and seen[-1:] == self.c.whole(theirs)[-1:]
-
-    def _numbers(
-        self, found: Found, pairs: Sequence[tuple[float, float]], nodes: frozenset[fx.Node]
-    ) -> Found | str:
-        """Return what was found with numbers of the pattern and nodes, or which number differs."""
-        numbers = dict(found.numbers)
-        for own, theirs in pairs:
-            more = self.pattern.number(own, theirs, numbers)
-            if more is None:
-                return f"the number {own} is wanted, not {theirs}"
-            numbers |= more
-        return dataclasses.replace(found, numbers=numbers, nodes=found.nodes | nodes)
-
-    # -- operands -------------------------------------------------------------------------
 
     def _operands(self, operands: list[Operand], found: Found) -> Iterator[Found]:
         """Compare all operands, one after the other."""
@@ -395,109 +430,66 @@ class Unifier:
             found = dataclasses.replace(found, nodes=found.nodes | path_nodes(self.c, theirs))
         yield from self._value(base, other, dims, found)
 
-    def _by_element(self, pairs: Iterable[Pair], at: Pair, seen: Dims) -> Operands:
+    def _spelled(self, own: Key, theirs: Key, seen: Dims, found: Found) -> Iterator[Way]:
+        """Yield the ways in which two spellings of an operation agree."""
+        said = list(spellings(self.p, own))
+        for one in spellings(self.c, theirs) if said else ():
+            mine = max(said, key=lambda two: len(two.nodes))
+            if (mine.name, mine.arguments) != (one.name, one.arguments):
+                self._differs(found, theirs, mine, one)
+                continue
+            numbers = self.pattern.numbers(mine.numbers, one.numbers, found.numbers)
+            if numbers is None:
+                self._differs(found, theirs, [*mine.numbers], [*one.numbers])
+                continue
+            pairs = list(zip(mine.operands, one.operands, strict=True))
+            placed = self._in_place if mine.in_place else self._by_element
+            operands, nodes = placed(pairs, own, theirs, seen), found.nodes | one.nodes
+            if operands is not None:
+                yield operands, dataclasses.replace(found, numbers=numbers, nodes=nodes)
+
+    def _by_element(
+        self, pairs: list[tuple[Key, Key]], own: Key, theirs: Key, seen: Dims
+    ) -> list[Operand] | None:
         """Return operands that are read element by element, or broadcast."""
-        found: list[Operand] = []
-        for own, theirs in pairs:
-            mine = views.expand(self.p.base(own)[1], self.p.sizes(at[0]))
-            over = views.expand(self.c.base(theirs)[1], self.c.sizes(at[1]))
+        operands: list[Operand] = []
+        for one, other in pairs:
+            mine = views.expand(self.p.base(one)[1], self.p.sizes(own))
+            over = views.expand(self.c.base(other)[1], self.c.sizes(theirs))
             moved = None if over is None else views.compose(seen, over)
             if mine is None or moved is None:
                 return None
-            found.append((own, theirs, mine, moved))
-        return found
+            operands.append((one, other, mine, moved))
+        return operands
 
-    def _in_place(self, pairs: Sequence[Pair], at: Pair, seen: Dims) -> Operands:
-        """Return operands of an operation of which nothing is known: every axis has to be in its
-        place."""
-        ranks = (
-            (len(self.p.sizes(own)), len(self.c.sizes(theirs))) for own, theirs in (at, *pairs)
-        )
-        if seen != self.c.whole(at[1]) or any(own != theirs for own, theirs in ranks):
+    def _in_place(
+        self, pairs: list[tuple[Key, Key]], own: Key, theirs: Key, seen: Dims
+    ) -> list[Operand] | None:
+        """Return operands whose axes all are in their places."""
+        both = (own, theirs), *pairs
+        alike = all(len(self.p.sizes(one)) == len(self.c.sizes(other)) for one, other in both)
+        if seen != self.c.whole(theirs) or not alike:
             return None
-        found = [self._by_element([pair], pair, self.c.whole(pair[1])) for pair in pairs]
-        return [operand for one in found for operand in one or ()] if all(found) else None
+        return [(one, other, self.p.base(one)[1], self.c.base(other)[1]) for one, other in pairs]
 
-    # -- forms ----------------------------------------------------------------------------
-
-    def _scale(self, at: Pair, form: Any, there: Any, seen: Dims) -> Iterator[Way]:
-        kinds = {isinstance(one.factor, float) for one in (form, there)}
-        if kinds == {True}:
-            value = self._by_element([(form.value, there.value)], at, seen)
-            yield value, [(form.factor, there.factor)], _NO_NODES
-        for a, b in there.orders if kinds == {False} else ():
-            yield self._by_element([(form.value, a), (form.factor, b)], at, seen), [], _NO_NODES
-
-    def _add(self, at: Pair, form: Any, there: Any, seen: Dims) -> Iterator[Way]:
-        kinds = {isinstance(one.b, float) for one in (form, there)}
-        if kinds == {True}:
-            numbers = [(form.alpha, there.alpha), (form.beta * form.b, there.beta * there.b)]
-            yield self._by_element([(form.a, there.a)], at, seen), numbers, _NO_NODES
-        if True in kinds:
-            return
-        (mine_a, alpha, _), (mine_b, beta, _) = (
-            _terms(self.p, k, n)[-1] for k, n in ((form.a, form.alpha), (form.b, form.beta))
-        )
-        first, second = (
-            _terms(self.c, k, n) for k, n in ((there.a, there.alpha), (there.b, there.beta))
-        )
-        for a, b in (*itertools.product(first, second), *itertools.product(second, first)):
-            operands = self._by_element([(mine_a, a[0]), (mine_b, b[0])], at, seen)
-            yield operands, [(alpha, a[1]), (beta, b[1])], a[2] | b[2]
-
-    def _named(self, at: Pair, form: Any, there: Any, seen: Dims) -> Iterator[Way]:
-        """Compare activations and casts, which must be the same in all but the value."""
-        if dataclasses.replace(form, value=there.value) == there:
-            yield self._by_element([(form.value, there.value)], at, seen), [], _NO_NODES
-        else:
-            yield f"{describe(form)} is wanted, not {describe(there)}"
-
-    def _norm(self, at: Pair, form: Any, there: Any, seen: Dims) -> Iterator[Way]:
-        same = (form.kind, form.offset) == (there.kind, there.offset)
-        both = [(form.weight, there.weight), (form.bias, there.bias)]
-        if any((a is None) != (b is None) for a, b in both):
-            yield "another set of weight and bias is wanted in a norm"
-        elif same and form.eps is not None and there.eps is not None:
-            vectors = [(a, b) for a, b in both if a is not None]
-            operands = self._by_element([(form.value, there.value), *vectors], at, seen)
-            yield operands, [(form.eps, there.eps)], _NO_NODES
-
-    def _opaque(self, at: Pair, form: Any, there: Any, seen: Dims) -> Iterator[Way]:
-        key, other = at
-        if isinstance(key, Virtual) or isinstance(other, Virtual) or form.name != there.name:
-            yield f"{form.name} is wanted, not {there.name}"
-            return
-        mine, given = call_arguments(key), call_arguments(other)
-        if mine is None or given is None or set(mine) != set(given):
-            return
-        along_last = isinstance(form, AlongLast)
-        tensors = [n for n, v in mine.items() if isinstance(v, fx.Node)]
-        for name in set(mine) - {*tensors, *(("dim",) if along_last else ())}:
-            if mine[name] != given[name]:
-                yield f"{form.name} with {name}={mine[name]} is wanted, not {given[name]}"
-                return
-        if all(isinstance(given[name], fx.Node) for name in tensors):
-            pairs = [(mine[name], given[name]) for name in tensors]
-            placed = self._by_element if along_last or is_pointwise(key) else self._in_place
-            yield placed(pairs, at, seen), [], _NO_NODES
-
-    def _product(self, at: Pair, form: Any, there: Any, seen: Dims) -> Iterator[Way]:
+    def _products(self, own: Key, theirs: Key, seen: Dims, found: Found) -> Iterator[Way]:
+        """Yield the ways in which the labels of two products agree."""
+        form: Any = self.p.forms[own]
+        there: Any = self.c.forms[theirs]
         mine = summed_labels(self.p, form.orders[0], form.out_labels)
-        groups = [labels_of(dim, there, self.c.sizes(at[1])) for dim in seen]
-        for sides in there.orders:
+        groups = [labels_of(dim, there, self.c.sizes(theirs)) for dim in seen]
+        for sides in there.orders if None not in groups else ():
             summed = summed_labels(self.c, sides, there.out_labels)
             apart = [summed] if len(mine) == 1 else [(label,) for label in summed]
-            if None in groups or len(mine) != len(apart):
-                continue
-            paired = dict(zip((*form.out_labels, *mine), (*groups, *apart), strict=True))
-            operands = [
-                self._over(own, its, paired) for own, its in zip(form.orders[0], sides, strict=True)
-            ]
-            yield None if None in operands else operands, [], _NO_NODES  # type: ignore[misc]
+            if len(mine) == len(apart):
+                paired = dict(zip((*form.out_labels, *mine), (*groups, *apart), strict=True))
+                both = zip(form.orders[0], sides, strict=True)
+                operands = [self._over(one, its, paired) for one, its in both]
+                whole = [operand for operand in operands if operand is not None]
+                if len(whole) == len(operands):
+                    yield whole, found
 
-    def _over(
-        self, mine: Side, its: Side, paired: Mapping[int, tuple[int, ...] | None]
-    ) -> Operand | None:
+    def _over(self, mine: Side, its: Side, paired: Mapping[int, tuple[int, ...]]) -> Operand | None:
         """Return an operand of a product, with the graph's labels of each of the pattern's."""
         (own, own_labels), (theirs, labels) = mine, its
         over = dict(zip(labels, self.c.base(theirs)[1], strict=True))
@@ -508,15 +500,19 @@ class Unifier:
         return own, theirs, self.p.base(own)[1], tuple(map(tuple, moved))
 
 
-_WAYS: dict[type[Form], Callable[[Unifier, Pair, Any, Any, Dims], Iterator[Way]]] = {
-    Product: Unifier._product,
-    Scale: Unifier._scale,
-    Add: Unifier._add,
-    Activation: Unifier._named,
-    Cast: Unifier._named,
-    Norm: Unifier._norm,
-    **dict.fromkeys((Opaque, AlongLast, Softmax, Concatenation, Part), Unifier._opaque),
-}
+def summed_labels(
+    c: Canonical, sides: tuple[Side, Side], out_labels: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Return the labels that a product sums over, without those of size 1."""
+    (left, labels), (_, others) = sides
+    real = (label for label, size in zip(labels, c.sizes(left), strict=True) if size != 1)
+    return tuple(label for label in real if label in others and label not in out_labels)
+
+
+def labels_of(dim: views.Dim, form: Product, shape: tuple[Size, ...]) -> tuple[int, ...] | None:
+    """Return the labels of whole axes of a product's result; None where one is cut."""
+    axes = [views.whole_axis((atom,), shape) for atom in dim]
+    return None if None in axes else tuple(form.out_labels[a] for a in axes if a is not None)
 
 
 def _covers(atoms: Sequence[Atom], shape: tuple[Size, ...]) -> bool:
@@ -530,26 +526,18 @@ def _covers(atoms: Sequence[Atom], shape: tuple[Size, ...]) -> bool:
     return True
 
 
-def _terms(c: Canonical, key: Key, number: float) -> list[tuple[Key, float, frozenset[fx.Node]]]:
-    """Return a term of a sum as it is, and without a number that multiplies it, if one does."""
-    terms = [(key, number, _NO_NODES)]
-    base = c.base(key)[0]
-    form = c.forms[base]
-    if isinstance(form, Scale) and isinstance(form.factor, float) and c.is_whole(key):
-        terms.append((form.value, number * form.factor, path_nodes(c, key) | {owner_of(base)}))
-    return terms
-
-
 Where = Callable[..., bool | str]
 
 
 @dataclass(frozen=True)
 class Site:
-    """A place of a pattern: parameters as base values and dims, numbers, the result's dims."""
+    """A place of a pattern: parameters as base values and dims, numbers, the result's dims, and the
+    nodes that the pattern covers."""
 
     tensors: Mapping[str, tuple[Key, Dims]]
     numbers: Mapping[str, float]
     out_dims: Dims
+    nodes: frozenset[fx.Node]
 
     def shapes(self) -> dict[str, list[Any]]:
         """Return the shapes of the parameters, symbolic sizes as text."""
@@ -571,64 +559,48 @@ class PatternRule(Rule):
         constants: Collection[str],
         ranks: Mapping[str, int],
     ) -> None:
-        self.name, self.function, self.replacement = name, pattern, replacement
+        self.name, self.replacement = name, replacement
         self.where, self.constants = where, tuple(constants)
-        self.parameters = Parameters.of(pattern)
+        parameters = Parameters.of(pattern)
         for given in (*self.constants, *ranks):
-            if given not in self.parameters.tensors:
+            if given not in parameters.tensors:
                 raise unreadable_pattern(pattern, f"it has no tensor parameter {given!r}")
-        self.readings = pattern_readings(pattern, self.parameters, ranks)
-        self._patterns: dict[torch.dtype, list[Pattern]] = {}
-        first = self._read(torch.float32)[0]
+        read = functools.partial(read_patterns, pattern, parameters, ranks)
+        self.patterns = functools.cache(read)
+        first = self.patterns(torch.float32)[0]
         self._root = type(first.c.forms[first.root])
-
-    def _read(self, dtype: torch.dtype) -> list[Pattern]:
-        """Return the pattern_readings of the pattern for a dtype."""
-        if dtype not in self._patterns:
-            self._patterns[dtype] = [
-                read_pattern(self.function, self.parameters, ranks, dtype)
-                for ranks in self.readings
-            ]
-        return self._patterns[dtype]
 
     def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
         """Propose every node with the operation of the pattern's last node."""
         dtype = graph.dtype(node)
         floating = dtype is not None and dtype.is_floating_point
         if floating and isinstance(graph.forms.get(node), self._root):
-            yield node
+            yield node, dtype
 
     def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
         """Find the pattern at a node, and check whether it may be replaced there."""
-        node: fx.Node = candidate
-        dtype = graph.dtype(node)
-        assert dtype is not None
+        node, dtype = candidate
         refusal: Refusal | None = None
         nearest = Refusal("pattern", "", node)
-        for pattern in self._read(dtype):
+        for pattern in self.patterns(dtype):
             unifier = Unifier(pattern, graph, node)
-            for found in unifier.ways():
-                seen = found.values[pattern.root][1]
-                out_dims = tuple(seen[axis] for axis in pattern.axes if axis is not None)
-                tensors = {name: found.values[holder] for holder, name in pattern.names.items()}
-                site = Site(tensors, found.numbers, out_dims)
-                answer = self._refused(graph, node, found, site)
+            for site in unifier.sites():
+                answer = self._refused(graph, node, site)
                 if answer is None:
                     told = {**site.numbers, "operands": site.shapes(), "chains": 0}
                     told["dtype"] = dtype_name(dtype)
-                    return Match(self.name, node, found.nodes, data=site, info=told)
+                    return Match(self.name, node, site.nodes, data=site, info=told)
                 refusal = refusal or answer
             nearest = max(nearest, unifier.nearest, key=lambda one: one.agreed)
         return refusal or nearest
 
-    def _refused(self, graph: Canonical, node: fx.Node, found: Found, site: Site) -> Refusal | None:
+    def _refused(self, graph: Canonical, node: fx.Node, site: Site) -> Refusal | None:
         """Return why a place may not be replaced."""
         for name in self.constants:
             key = site.tensors[name][0]
             if not graph.is_constant(key):
                 return Refusal("weight", f"{name} is no stored weight", key)
-        operands = [key for key, _ in site.tensors.values()]
-        why = unsafe(graph, found.nodes, node, operands)
+        why = unsafe(graph, site.nodes, node, [key for key, _ in site.tensors.values()])
         if why is not None or self.where is None:
             return why
         tensors = {name: _value(graph, place) for name, place in site.tensors.items()}
@@ -708,6 +680,22 @@ def _is_symbolic(value: torch.Tensor) -> bool:
     return any(isinstance(size, torch.SymInt) for size in value.shape)
 
 
+class _Inlined(fx.Interpreter):
+    """Adds the calls of a graph by an editor; its values are nodes."""
+
+    def __init__(self, module: fx.GraphModule, editor: Editor) -> None:
+        super().__init__(module)
+        self.editor = editor
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> fx.Node:
+        """Add a call."""
+        return self.editor.call(target, *args, **kwargs)
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> fx.Node:
+        """Raise TypeError: another graph holds no such tensor."""
+        raise TypeError("the replacement holds a tensor of its own; pass it as a parameter")
+
+
 def _inline(
     editor: Editor,
     function: Callable[..., Any],
@@ -715,13 +703,12 @@ def _inline(
     numbers: Mapping[str, float],
 ) -> fx.Node:
     """Add the nodes of a function's graph on the given ones; return the node of its result."""
-    names, nodes = list(given), list(given.values())
 
     def call(*tensors: Any) -> Any:
-        return function(**dict(zip(names, tensors, strict=True)), **numbers)
+        return function(**dict(zip(given, tensors, strict=True)), **numbers)
 
     # Values of one graph may have several modes; the one with symbolic sizes is needed.
-    values = [editor.c.values[node] for node in nodes]
+    values = [editor.c.values[node] for node in given.values()]
     modes = [v.fake_mode for v in values if isinstance(v, FakeTensor) and _is_symbolic(v)]
     with torch.no_grad(), modes[0] if modes else FakeTensorMode():
         fakes = [
@@ -729,19 +716,7 @@ def _inline(
             for v in values
         ]
         module = make_fx(call, tracing_mode="real", pre_dispatch=True)(*fakes)
-    made: dict[fx.Node, Any] = {}
-    arguments = iter(nodes)
-    for node in module.graph.nodes:
-        if node.op == "placeholder":
-            made[node] = next(arguments)
-        elif node.op == "output":
-            (result,) = node.args
-            if not isinstance(result, fx.Node):
-                raise TypeError(f"the replacement returns {result!r}; return one tensor")
-            return made[result]
-        elif node.op == "get_attr":
-            raise TypeError("the replacement holds a tensor of its own; pass it as a parameter")
-        else:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: made[n])
-            made[node] = editor.call(node.target, *args, **kwargs)
-    raise AssertionError("a graph ends with its output")
+    made = _Inlined(module, editor).run(*given.values(), enable_io_processing=False)
+    if not isinstance(made, fx.Node):
+        raise TypeError(f"the replacement returns {made!r}; return one tensor")
+    return made
