@@ -13,6 +13,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from nmm_compiler.errors import VerificationError, no_real_inputs
-from nmm_compiler.passes.graph.effects import fetch_attribute, graph_writes, upstream
+from nmm_compiler.passes.graph.effects import graph_writes, upstream
 from nmm_compiler.passes.rules.base import Match
 
 # The noise is drawn twice; the larger of two draws of many elements is at most a third below the
@@ -55,32 +56,41 @@ def check(
     if not all(map(is_real, inputs)):
         raise no_real_inputs(next(v for v in inputs if not is_real(v)))
     places = _places(matches, before.graph)
-    wanted = {name: name for name in places}
-    emitted = {old: new for match in matches for old, new in match.emitted}
+    names = {name: name for name in places}
+    emitted = {new: old for match in matches for old, new in match.emitted}
     writes = any(graph_writes(graph) or _counts(graph) for graph in (before, after))
-    first = _Run(before, wanted).start(inputs, writes)
-    noisy = [_Run(before, wanted, places, trial).start(inputs, writes) for trial in range(_TRIALS)]
+    first = _Run(before, names).start(inputs, writes)
+    noisy = [_Run(before, names, places, trial).start(inputs, writes) for trial in range(_TRIALS)]
     try:
-        second = _Run(after, {new: old for old, new in emitted.items()}).start(inputs, writes)
+        second = _Run(after, emitted).start(inputs, writes)
     except Exception as error:
         raise VerificationError(f"the rewritten graph raised {error!r}") from error
+
+    def compared(name: str) -> tuple[float, str | None]:
+        want = first.kept[name]
+        return _compare(want, second.kept.get(name), [run.kept.get(name) for run in noisy])
+
     worst = 0.0
-    for name, want in first.seen.items():
-        got = second.seen.get(name)
-        bound = _bound(want, [run.seen.get(name) for run in noisy])
-        ratio, why = _compare(want, got, bound)
+    for name in first.left:
+        ratio, why = compared(name)
         if why is not None:
-            blamed = _blame(before.graph, matches, (first, second, noisy), name)
-            raise VerificationError(f"{name} {why}. {blamed}")
+            behind = _behind(before.graph, matches, name)
+            both = first.kept.keys() & second.kept.keys()
+            wrong = (
+                match for match in behind if not match.graph
+                if any(compared(old)[1] for old, _ in match.emitted if old in both)
+            )  # fmt: skip
+            raise VerificationError(f"{name} {why}. {_blame(next(wrong, None), behind)}")
         worst = max(worst, ratio)
     return worst
 
 
 class _Run(fx.Interpreter):
-    """A run of a graph: what it leaves (outputs and written state by name), and values of nodes.
+    """A run of a graph.
 
     wanted: the name under which the value of a node is kept, by the node's name. places: nodes that
-    get noise of the size of the roundings that a match may move, with operations and terms.
+    get noise of the size of the roundings that a match may move, with operations and terms. kept:
+    values by name. left: names of what the run leaves, outputs and written state.
     """
 
     def __init__(
@@ -93,8 +103,8 @@ class _Run(fx.Interpreter):
         super().__init__(module)
         self.wanted, self.places = wanted, places or {}
         self.generator = torch.Generator().manual_seed(trial)
-        self.seen: dict[str, Any] = {}
-        self.values: dict[str, Any] = {}
+        self.kept: dict[str, Any] = {}
+        self.left: list[str] = []
 
     def start(self, inputs: list[Any], writes: bool) -> _Run:
         """Run from the present state of random numbers, inputs and parameters."""
@@ -104,10 +114,12 @@ class _Run(fx.Interpreter):
         held = _restored(self.module, writes)
         with torch.no_grad(), torch.random.fork_rng(), held as state:
             outputs = self.run(*own, enable_io_processing=False)
-            self.seen |= {f"output {i}": v for i, v in enumerate(pytree.tree_leaves(outputs))}
+            left = {f"output {i}": v for i, v in enumerate(pytree.tree_leaves(outputs))}
             if writes:
-                self.seen |= {f"input {i}, after the call,": v for i, v in enumerate(own)}
-                self.seen |= {f"{n}, after the call,": _copies(t) for n, t in state.items()}
+                left |= {f"input {i}, after the call,": v for i, v in enumerate(own)}
+                left |= {f"{n}, after the call,": _copies(t) for n, t in state.items()}
+        self.kept |= left
+        self.left = [*left]
         return self
 
     def run_node(self, node: fx.Node) -> Any:
@@ -117,7 +129,7 @@ class _Run(fx.Interpreter):
             noisy = functools.partial(self._noisy, *self.places[node.name])
             value = pytree.tree_map_only(torch.Tensor, noisy, value)
         if node.name in self.wanted:
-            self.values[self.wanted[node.name]] = _copies(value)
+            self.kept[self.wanted[node.name]] = _copies(value)
         return value
 
     def _noisy(self, steps: int, length: int, value: torch.Tensor) -> torch.Tensor:
@@ -136,15 +148,8 @@ class _Run(fx.Interpreter):
 @contextlib.contextmanager
 def _restored(module: torch.nn.Module, writes: bool) -> Iterator[dict[str, torch.Tensor]]:
     """Yield the tensors that a graph holds, and give them their contents back afterwards."""
-    state: dict[str, torch.Tensor] = {}
-    for path, child in module.named_modules() if writes else ():
-        if not isinstance(child, fx.GraphModule):
-            state |= {f"{path}.{n}": t for n, t in child.named_buffers(recurse=False)}
-            continue
-        for node in child.graph.find_nodes(op="get_attr"):
-            value = fetch_attribute(child, str(node.target))
-            if isinstance(value, torch.Tensor):
-                state[f"{path}.{node.target}".strip(".")] = value
+    held = itertools.chain(module.named_parameters(), module.named_buffers())
+    state = dict(held) if writes else {}
     kept = {name: value.detach().clone() for name, value in state.items()}
     try:
         yield state
@@ -239,44 +244,37 @@ def _bound(want: Any, moved: Sequence[Any]) -> float:
     return _MARGIN * max(noise) + own
 
 
-def _compare(want: Any, got: Any, bound: float) -> tuple[float, str | None]:
-    """Return error / bound, and what is wrong, None when nothing is."""
+def _compare(want: Any, got: Any, moved: Sequence[Any]) -> tuple[float, str | None]:
+    """Return the error as a fraction of the bound, and what is wrong, None when nothing is; moved:
+    what noise makes of the value."""
     if not isinstance(want, torch.Tensor) or not isinstance(got, torch.Tensor):
         return 0.0, None if want is got or want == got else f"is {got!r} in place of {want!r}"
     if (got.shape, got.dtype) != (want.shape, want.dtype):
         return 0.0, f"is {got.dtype} {list(got.shape)}, was {want.dtype} {list(want.shape)}"
     if not _same_strides(want, got):
         return 0.0, f"has strides {got.stride()}, had {want.stride()}"
-    error = _distance(want, got)
+    error, bound = _distance(want, got), _bound(want, moved)
     if error > bound:
         return torch.inf, f"is off by {error:.3g}, where rounding explains {bound:.3g}"
     return error / bound if 0.0 < bound < torch.inf else 0.0, None
 
 
-def _blame(
-    graph: fx.Graph, matches: Sequence[Match], runs: tuple[_Run, _Run, list[_Run]], name: str
-) -> str:
-    """Name the match that a wrong value depends on: the first whose own result is wrong.
-
-    runs: of the graph before, of the graph after, and those with noise.
-    """
-    first, second, noisy = runs
+def _behind(graph: fx.Graph, matches: Sequence[Match], name: str) -> Sequence[Match]:
+    """Return the matches that what a run leaves under a name depends on; all of them where it is
+    not known."""
     output = pytree.tree_leaves(graph.output_node().args)
     kind, _, index = name.partition(" ")
     ends = output[int(index) :][:1] if kind == "output" else list(graph.nodes)
     behind = {node.name for node in upstream(n for n in ends if isinstance(n, fx.Node))}
-    found = [m for m in matches if m.graph or behind & {n for n, _ in m.emitted}]
-    found = found or list(matches)
-    for match in found:
-        for old, _ in match.emitted:
-            if match.graph or old not in second.values or old not in first.values:
-                continue
-            want = first.values[old]
-            bound = _bound(want, [run.values.get(old) for run in noisy])
-            if _compare(want, second.values[old], bound)[1] is not None:
-                return f"The first match with a wrong result is {_described(match)}"
-    shown = "; ".join(map(_described, found[:3])) + ("; ..." if len(found) > 3 else "")
-    return f"It depends on {shown}" if found else "No match explains it: a fault in nmm_compiler"
+    return [m for m in matches if m.graph or behind & {n for n, _ in m.emitted}] or matches
+
+
+def _blame(wrong: Match | None, behind: Sequence[Match]) -> str:
+    """Name the match with the first wrong result, or those that a wrong value depends on."""
+    if wrong is not None:
+        return f"The first match with a wrong result is {_described(wrong)}"
+    shown = "; ".join(map(_described, behind[:3])) + ("; ..." if len(behind) > 3 else "")
+    return f"It depends on {shown}" if behind else "No match explains it: a fault in nmm_compiler"
 
 
 def _described(match: Match) -> str:
