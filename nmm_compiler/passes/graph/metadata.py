@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -32,35 +32,29 @@ def collect_values(
     key = value_key(module.graph)
     known = {node: node.meta[key] for node in module.graph.nodes if key in node.meta}
     traced = any(node.op.startswith("call") for node in known)
-    silent: set[fx.Node] = set()
-    missing: list[fx.Node] = []
-    stored: dict[fx.Node, torch.Tensor] = {}
-    for node in module.graph.nodes:
-        if node in known or node.op == "output":
-            continue
-        if node.op == "get_attr":
-            value = fetch_attribute(module, str(node.target))
-            if isinstance(value, torch.Tensor):
-                stored[node] = value
-        elif region_edge(node):
-            continue
-        elif traced and not node.users:
-            silent.add(node)
-        else:
-            missing.append(node)
+    rest = [node for node in module.graph.nodes if node not in known and node.op != "output"]
+    stored = [node for node in rest if node.op == "get_attr"]
+    called = [node for node in rest if node.op != "get_attr" and not region_edge(node)]
+    missing = [node for node in called if node.users or not traced]
     if not missing:
-        return known | stored
-    inputs: list[Any] = []
-    holders = [n for n in module.graph.nodes if n.op == "placeholder"]
-    if example_inputs is not None:
-        pairs = zip(holders, example_inputs, strict=False)
-        inputs = [value for holder, value in pairs if holder not in known]
-    elif any(holder in missing for holder in holders):
+        return known | {node: fetch_attribute(module, str(node.target)) for node in stored}
+    holders = module.graph.find_nodes(op="placeholder")
+    if example_inputs is None and not {*holders}.isdisjoint(missing):
         raise ModelError(
             f"the graph carries no shapes (first missing: node {missing[0].name!r}); pass "
             "example_inputs, for instance nmm_compiler.rewrite(graph, (torch.empty(4, 512),))"
         )
-    return _Propagation(module, known, silent, inputs).values
+    pairs = zip(holders, example_inputs or (), strict=False)
+    inputs = [value for holder, value in pairs if holder not in known]
+    fake = (v for v in tree_leaves([*known.values(), *inputs]) if isinstance(v, FakeTensor))
+    # Sizes that depend on data (x[mask]) become symbols of the environment.
+    mode = next((v.fake_mode for v in fake), None) or FakeTensorMode(
+        allow_non_fake_inputs=True, shape_env=ShapeEnv()
+    )
+    run = _Propagation(module, mode, {*called} - {*missing})
+    with mode, torch.no_grad():
+        run.run(*map(run.fake, inputs), initial_env=dict(known))
+    return {node: value for node, value in run.env.items() if node.op != "output"}
 
 
 class _Propagation(fx.Interpreter):
@@ -71,23 +65,13 @@ class _Propagation(fx.Interpreter):
     """
 
     def __init__(
-        self,
-        module: fx.GraphModule,
-        known: Mapping[fx.Node, Any],
-        silent: Collection[fx.Node],
-        inputs: Sequence[Any],
+        self, module: fx.GraphModule, mode: FakeTensorMode, silent: Collection[fx.Node]
     ) -> None:
         super().__init__(module, garbage_collect_values=False)
-        self.values: dict[fx.Node, Any] = dict(known)
-        self.silent = silent
-        fake = (v for v in tree_leaves([*known.values(), *inputs]) if isinstance(v, FakeTensor))
-        mode = next((v.fake_mode for v in fake), None)
-        # Sizes that depend on data (x[mask]) become symbols of the environment.
-        self.mode = mode or FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-        with self.mode, torch.no_grad():
-            self.run(*map(self._fake, inputs), initial_env=dict(known))
+        self.mode, self.silent = mode, silent
 
-    def _fake(self, value: Any) -> Any:
+    def fake(self, value: Any) -> Any:
+        """Return a tensor as one of the mode, any other value as it is."""
         if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
             return value
         fake = self.mode.from_tensor(value, static_shapes=True)
@@ -96,21 +80,17 @@ class _Propagation(fx.Interpreter):
         return fake
 
     def run_node(self, node: fx.Node) -> Any:
-        """Compute and keep the value of a node that is not known."""
-        if node in self.silent:
-            return None
-        result = super().run_node(node)
-        self.values[node] = result
-        return result
+        """Compute the value of a node that is not known."""
+        return None if node in self.silent else super().run_node(node)
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module on fake buffers: batch norm counts its calls in one."""
         module = super().fetch_attr(target)
-        buffers = {name: self._fake(value) for name, value in module.named_buffers()}
+        buffers = {name: self.fake(value) for name, value in module.named_buffers()}
         if not buffers:
             return module(*args, **kwargs)
         return torch.func.functional_call(module, buffers, args, kwargs)
 
     def fetch_attr(self, target: str) -> Any:
         """Return parameters as fake tensors, other attributes as they are."""
-        return self._fake(super().fetch_attr(target))
+        return self.fake(super().fetch_attr(target))
