@@ -21,13 +21,12 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import (
@@ -35,7 +34,6 @@ from nmm_compiler.passes.graph.canonical import (
     Add,
     Canonical,
     Cast,
-    Form,
     Key,
     Norm,
     Scale,
@@ -114,6 +112,16 @@ def _step(c: Canonical, value: View) -> fx.Node | None:
     return base if plain and base not in c.effects.writers else None
 
 
+class _Value(NamedTuple):
+    """The result of a step by its number; 0 is the argument of the expression."""
+
+    number: int
+
+
+Program = tuple[tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]], ...]
+"""The steps of an expression in order: name, arguments and keywords of each."""
+
+
 def _form(
     c: Canonical, end: fx.Node, value: fx.Node, steps: set[fx.Node]
 ) -> Activation | Norm | None:
@@ -121,34 +129,23 @@ def _form(
     rank = len(c.sizes(end))
     if not 0 < rank <= _LARGEST_RANK:
         return None
-    x, known = _known(rank)
     try:
-        with _disable_current_modes():
-            result = _evaluate(c, end, {c.views[value]: x}, steps)
+        found = _recognized(_program(c, end, value, steps), rank, c.dtype(value) == c.dtype(end))
     except (ArithmeticError, ValueError, TypeError, RuntimeError):
         return None  # other arguments, or no function of small tensors
-    if c.dtype(value) == c.dtype(end):
-        for name, wanted in known.items():
-            if _is_same(result, wanted):
-                return Activation(value, name)
-    for eps in {n for step in steps for n in tree_leaves((step.args, step.kwargs))}:
-        if isinstance(eps, float) and 0.0 < eps < _LARGEST_EPS:
-            for kind, norm in _NORMS.items():
-                if _is_same(result, norm(x, x.shape[-1:], eps=eps)):
-                    return Norm(value, kind, None, None, eps)
-    return None
+    return None if found is None else found(value)
 
 
-def _evaluate(
-    c: Canonical, end: fx.Node, values: dict[View, torch.Tensor], steps: set[fx.Node]
-) -> torch.Tensor:
-    """Return the value of an expression; ValueError where it has other arguments.
+def _program(c: Canonical, end: fx.Node, value: fx.Node, steps: set[fx.Node]) -> Program:
+    """Return the steps from a value to the end; ValueError where they read another value.
 
     Steps compute in one dtype; casts to it from a narrower one are none.
     """
     shape, dtype = c.sizes(end), c.dtype(end)
+    values = {c.views[value]: _Value(0)}
+    program: list[Any] = []
 
-    def operand(node: fx.Node) -> torch.Tensor:
+    def operand(node: fx.Node) -> _Value:
         value = c.views.get(node, (node, ()))
         if value not in values:
             step = _step(c, value)
@@ -158,7 +155,7 @@ def _evaluate(
             steps.update(n for n in c.through(node) if isinstance(n, fx.Node))
         return values[value]
 
-    def compute(step: fx.Node) -> torch.Tensor:
+    def compute(step: fx.Node) -> _Value:
         if c.shape(step) not in (shape, (*shape[:-1], 1)) or c.dtype(step) != dtype:
             raise ValueError(f"{step} has another shape or dtype")
         steps.add(step)
@@ -168,17 +165,47 @@ def _evaluate(
                 raise ValueError(f"{step} rounds")
             return operand(form.value)
         named = {name: value for name, value in step.kwargs.items() if name != "dtype"}
-        (first, *args), kwargs = fx.map_arg((step.args, named), operand)
-        if isinstance(first, (int, float)):
-            first = torch.tensor(first, dtype=torch.float64)
-        name = str(target_name(step))
-        function = getattr(torch, name, None) or getattr(functional, name)
-        result: torch.Tensor = function(first, *args, **kwargs)
-        return result
+        args, kwargs = fx.map_arg((step.args, named), operand)
+        plain = tuple(tuple(one) if isinstance(one, list) else one for one in args)
+        program.append((str(target_name(step)), plain, tuple(kwargs.items())))
+        return _Value(len(program))
 
     if _step(c, (end, views.identity(shape))) is None:
         raise ValueError(f"{end} writes")
-    return compute(end)
+    compute(end)
+    return tuple(program)
+
+
+@functools.lru_cache(maxsize=1024)
+def _recognized(
+    program: Program, rank: int, keeps_dtype: bool
+) -> Callable[[Key], Activation | Norm] | None:
+    """Return the form of what steps compute of a tensor of a rank; None for no known function.
+
+    Layers of a model spell theirs alike, so each spelling is evaluated once.
+    """
+    x, known = _known(rank)
+    values = [x]
+
+    def read(one: Any) -> Any:
+        return values[one.number] if isinstance(one, _Value) else one
+
+    with _disable_current_modes():
+        for name, args, kwargs in program:
+            first, *more = map(read, args)
+            if isinstance(first, (int, float)):
+                first = torch.tensor(first, dtype=torch.float64)
+            function = getattr(torch, name, None) or getattr(functional, name)
+            values.append(function(first, *more, **{key: read(one) for key, one in kwargs}))
+    for name, wanted in known.items() if keeps_dtype else ():
+        if _is_same(values[-1], wanted):
+            return functools.partial(Activation, name=name)
+    for eps in {n for _, args, kwargs in program for n in (*args, *dict(kwargs).values())}:
+        if isinstance(eps, float) and 0.0 < eps < _LARGEST_EPS:
+            for kind, norm in _NORMS.items():
+                if _is_same(values[-1], norm(x, x.shape[-1:], eps=eps)):
+                    return functools.partial(Norm, kind=kind, weight=None, eps=eps)
+    return None
 
 
 @functools.cache
@@ -203,78 +230,62 @@ def _widens(c: Canonical, form: Cast) -> bool:
 def norm_around(c: Canonical, node: fx.Node, name: str, form: Any) -> Norm | None:
     """Return the norm that ends at a node, with its helpers noted; None where none does.
 
-    form: of the node alone.
+    form: of the node alone: a cast, or a norm times a weight, or plus a bias.
     """
-    nodes: set[fx.Node] = set()
-    norm = None
+    orders: Any = ()
     if isinstance(form, Cast):
-        norm = _narrowed(c, form, nodes)
-    elif name in ("mul", "add"):
-        norm = _with_vector(c, node, form, nodes)
-    if norm is not None:
-        c.helpers[node] = frozenset(nodes - {node})
-    return norm
-
-
-def _with_vector(c: Canonical, node: fx.Node, form: Form, nodes: set[fx.Node]) -> Norm | None:
-    """Read a norm times a weight, or plus a bias; either may be cast, and a weight stored less
-    one."""
-    for value, factor in form.orders if isinstance(form, (Scale, Add)) else ():
-        inside: set[fx.Node] = set()
-        norm, vector = _normed(c, value, inside), _vector(c, factor)
-        if norm is None or vector is None or c.shape(value) != c.shape(node):
+        orders = ((form.value, None),)
+    elif name in ("mul", "add") and isinstance(form, (Scale, Add)):
+        orders = form.orders
+    for value, vector in orders:
+        base = c.base(value)[0]
+        norm = c.forms[base]
+        if not isinstance(norm, Norm) or not c.is_whole(value):
             continue
-        if c.dtype(factor) != c.dtype(node) or not _is_last(c, factor, node):
-            continue
-        if isinstance(form, Scale) and norm.weight is None and norm.bias is None:
-            nodes |= inside
-            return dataclasses.replace(norm, weight=vector[0], offset=vector[1])
-        if isinstance(form, Add) and norm.bias is None and norm.kind == "layer" and not vector[1]:
-            nodes |= inside
-            return dataclasses.replace(norm, bias=vector[0])
+        nodes = {owner_of(key) for key in (base, *c.through(value))} | c.helpers.get(base, set())
+        if vector is None:
+            found = _narrowed(c, norm, form.dtype, nodes)
+        else:
+            found = _with_vector(c, node, form, norm, vector)
+        if found is not None and c.shape(value) == c.shape(node):
+            c.helpers[node] = frozenset(nodes - {node})
+            return found
     return None
 
 
-def _normed(c: Canonical, value: Key, nodes: set[fx.Node]) -> Norm | None:
-    """Return the norm that a value is."""
-    base = c.base(value)[0]
-    form = c.forms[base]
-    if not isinstance(form, Norm) or not c.is_whole(value):
-        return None
-    nodes |= {*(owner_of(key) for key in (base, *c.through(value))), *c.helpers.get(base, ())}
-    return form
-
-
-def _narrowed(c: Canonical, form: Cast, nodes: set[fx.Node]) -> Norm | None:
+def _narrowed(c: Canonical, norm: Norm, dtype: torch.dtype, nodes: set[fx.Node]) -> Norm | None:
     """Return the norm that a cast returns to the dtype of the input of a wider computation."""
-    norm = _normed(c, form.value, nodes)
-    if norm is None or c.dtype(norm.value) == form.dtype:
+    if c.dtype(norm.value) == dtype:
         return norm  # it was widened by the product with the wider root
     wide = c.base(norm.value)[0]
     up = c.forms[wide]
-    if not isinstance(up, Cast) or c.dtype(up.value) != form.dtype or not c.is_whole(norm.value):
+    if not isinstance(up, Cast) or c.dtype(up.value) != dtype or not c.is_whole(norm.value):
         return None
     nodes |= {owner_of(key) for key in (wide, *c.through(norm.value))}
     return dataclasses.replace(norm, value=up.value)
 
 
-def _vector(c: Canonical, key: Key) -> tuple[Key, float] | None:
-    """Return (stored vector, number added to it) of a gain, cast or not."""
-    base, offset = c.base(key)[0], 0.0
-    form = c.forms[base]
-    if isinstance(form, Add) and isinstance(form.b, float) and form.alpha == form.beta == 1.0:
-        offset, base = form.b, c.base(form.a)[0]
-        form = c.forms[base]
-    if isinstance(form, Cast):
-        base = c.base(form.value)[0]
-    return (base, offset) if c.is_constant(base) and len(c.sizes(base)) == 1 else None
-
-
-def _is_last(c: Canonical, vector: Key, node: fx.Node) -> bool:
-    """Return whether a constant varies along the last dimension alone, and along all of it."""
-    shape, base = c.sizes(node), c.base(vector)[0]
-    dims = views.expand(c.base(vector)[1], shape)
-    if dims is None or len(c.sizes(base)) != 1:
-        return False
-    lead = all(a.axis == views.BROADCAST for dim in dims[:-1] for a in dim)
-    return lead and dims[-1] == c.whole(base)[0]
+def _with_vector(
+    c: Canonical, node: fx.Node, form: Scale | Add, norm: Norm, vector: Key
+) -> Norm | None:
+    """Return a norm with a weight or a bias along the last dimension; either may be cast, and a
+    weight stored less one."""
+    base, dims = c.base(vector)
+    along = views.expand(dims, c.sizes(node))
+    if along is None or along[-1:] != c.whole(base) or c.dtype(vector) != c.dtype(node):
+        return None
+    if any(atom.axis != views.BROADCAST for dim in along[:-1] for atom in dim):
+        return None
+    own, offset = c.forms[base], 0.0
+    if isinstance(own, Add) and isinstance(own.b, float) and own.alpha == own.beta == 1.0:
+        offset, base = own.b, c.base(own.a)[0]
+        own = c.forms[base]
+    if isinstance(own, Cast):
+        base = c.base(own.value)[0]
+    if not c.is_constant(base) or len(c.sizes(base)) != 1 or norm.bias is not None:
+        return None
+    if isinstance(form, Scale):
+        weighted = dataclasses.replace(norm, weight=base, offset=offset)
+        return weighted if norm.weight is None else None
+    plain = norm.kind == "layer" and not offset
+    return dataclasses.replace(norm, bias=base) if plain else None
