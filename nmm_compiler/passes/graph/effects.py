@@ -7,9 +7,9 @@ view operation keeps. An unknown Python callable counts as a writer of all its a
 
 from __future__ import annotations
 
-import functools
 import itertools
 import operator
+import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -23,18 +23,9 @@ from nmm_compiler.passes.graph.torch_names import inplace_flag, is_inplace_name,
 ANYTHING = frozenset((0,))
 _PURE_UNKNOWN = frozenset({"_guards_fn", "_assert_tensor_metadata"})
 _ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async")
-_FUNCTORCH = (
-    "_increment_nesting",
-    "_decrement_nesting",
-    "_add_batch_dim",
-    "_remove_batch_dim",
-    "_wrap_for_grad",
-    "_unwrap_for_grad",
-    "_make_dual",
-    "_unpack_dual",
-    "enter_dual_level",
-    "exit_dual_level",
-    "_jvp",
+_FUNCTORCH = re.compile(
+    "_increment_nesting|_decrement_nesting|_add_batch_dim|_remove_batch_dim|_wrap_for_grad|"
+    "_unwrap_for_grad|_make_dual|_unpack_dual|enter_dual_level|exit_dual_level|_jvp"
 )
 _REGION_PREFIXES = ("_enter_", "_exit_", "_set_", "set_grad_enabled", "lazy_load_decompositions")
 
@@ -81,23 +72,18 @@ def transform_depth(node: fx.Node) -> int | None:
 
     1 enters one, -1 leaves one, 0 works inside one; None for any other node.
     """
-    return _depth_change(_function_name(node))
+    short = _function_name(node)
+    if _FUNCTORCH.search(short) is None:
+        return None
+    if "_increment_nesting" in short or short == "enter_dual_level":
+        return 1
+    return -1 if "_decrement_nesting" in short or short == "exit_dual_level" else 0
 
 
 def _function_name(node: fx.Node) -> str:
     """Return the name that a called function has in Python, "" for other nodes."""
     name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
     return name if isinstance(name, str) else ""
-
-
-@functools.lru_cache(maxsize=1024)
-def _depth_change(short: str) -> int | None:
-    """Return what `transform_depth` does, for a function of this name."""
-    if not any(part in short for part in _FUNCTORCH):
-        return None
-    if "_increment_nesting" in short or short == "enter_dual_level":
-        return 1
-    return -1 if "_decrement_nesting" in short or short == "exit_dual_level" else 0
 
 
 def region_edge(node: fx.Node) -> str:
