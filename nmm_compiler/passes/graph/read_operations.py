@@ -267,14 +267,9 @@ def _product(a: Key, b: Key, labels: Labels | None) -> Product | None:
     return Product(a, b, left, right, out)
 
 
-def _contract(c: Canonical, a: Any, b: Any) -> Product | None:
-    if not _is_tensor(c, a) or not _is_tensor(c, b):
-        return None
-    return _product(a, b, matmul_labels(len(c.sizes(a)), len(c.sizes(b))))
-
-
-def _matmul(c: Canonical, call: Call, source: Any = None, other: Any = None) -> Result:
-    return _contract(c, source, other)
+@_of_two
+def _matmul(c: Canonical, call: Call, source: Key, other: Key) -> Product | None:
+    return _product(source, other, matmul_labels(len(c.sizes(source)), len(c.sizes(other))))
 
 
 @_of_two
@@ -311,7 +306,7 @@ def _addmm(
     beta: Any = 1,
     alpha: Any = 1,
 ) -> Result:
-    inner = _contract(c, mat1, other)
+    inner: Any = _matmul(c, call, mat1, other)
     # torch also has the deprecated addmm(beta, input, alpha, mat1, mat2), which is not read.
     if inner is None or not _is_tensor(c, source) or not _number(beta) or not _number(alpha):
         return None
@@ -498,12 +493,11 @@ def _sum_over(
     labels = []
     for operand in operands:
         own = c.sizes(operand)
-        places = range(len(shape) - len(own), len(shape))
-        if any(a not in places or own[a - len(shape)] != shape[a] for a in summed):
-            return None  # a sum over an axis that is repeated counts it several times
+        places = enumerate(own, len(shape) - len(own))
         # A dimension that is repeated has a label of its own: it is not the result's.
-        spread = (own[i - len(shape)] == 1 != shape[i] for i in places)
-        labels.append(tuple(-1 - i if one else i for i, one in zip(places, spread, strict=True)))
+        labels.append(tuple(-1 - i if size == 1 != shape[i] else i for i, size in places))
+    if not all(summed <= {*own} for own in labels):
+        return None  # a sum over an axis that is repeated counts it several times
     out = tuple(i for i in range(len(shape)) if i not in summed)
     form = Product(operands[0], operands[1], labels[0], labels[1], out)
     c.helpers[node] = frozenset((source,))
@@ -547,7 +541,7 @@ def _same(c: Canonical, source: fx.Node) -> View:
 
 @_of_one
 def _regroup(c: Canonical, call: Call, source: fx.Node) -> Result:
-    """Read view, reshape, flatten, squeeze, ...: the target shape is in the metadata."""
+    """Read view, reshape, flatten, clone, ...: the target shape is in the metadata."""
     if c.dtype(source) != c.dtype(call.node):
         return None
     dims = views.reshape(_same(c, source)[1], c.sizes(call.node))
@@ -657,13 +651,8 @@ def _softmax(c: Canonical, call: Call, source: fx.Node, dim: Any = None) -> Resu
 # -- copies, casts, and what does nothing -----------------------------------------------------
 
 
-@_of_one
-def _identity(c: Canonical, call: Call, source: fx.Node) -> Result:
-    return _same(c, source) if c.shape(source) == c.shape(call.node) else None
-
-
 def _detach(c: Canonical, call: Call, source: Any = None) -> Result:
-    return None if c.trains else _identity(c, call, source)
+    return None if c.trains else _regroup(c, call, source)
 
 
 @_of_one
@@ -679,7 +668,7 @@ def _to(c: Canonical, call: Call, source: fx.Node) -> Result:
 def _dropout(
     c: Canonical, call: Call, source: Any = None, p: Any = 0.5, training: Any = True
 ) -> Result:
-    return _identity(c, call, source) if training is False or p == 0 else None
+    return _regroup(c, call, source) if training is False or p == 0 else None
 
 
 # -- pointwise ------------------------------------------------------------------------------
@@ -806,6 +795,11 @@ TABLE: dict[str, Handler] = {
             "ravel",
             "view_copy",
             "_reshape_alias",
+            "contiguous",
+            "clone",
+            "alias",
+            "positive",
+            "resolve_conj",
         ),
         _regroup,
     ),
@@ -816,7 +810,6 @@ TABLE: dict[str, Handler] = {
     **dict.fromkeys(("softmax", "_softmax", "log_softmax", "_log_softmax"), _softmax),
     "repeat_interleave": _repeat,
     **dict.fromkeys(("expand", "expand_as", "expand_copy"), _expand),
-    **dict.fromkeys(("contiguous", "clone", "alias", "positive", "resolve_conj"), _identity),
     "detach": _detach,
     **dict.fromkeys(
         ("to", "type_as", "type", "float", "half", "bfloat16", "double", "cpu", "cuda"), _to
@@ -836,7 +829,7 @@ TABLE: dict[str, Handler] = {
     "layer_norm": _layer_norm,
     **dict.fromkeys(("diag", "diag_embed"), _diagonal),
     **dict.fromkeys(("matmul", "mm", "bmm", "mv"), _matmul),
-    "__rmatmul__": lambda c, call, source=None, other=None: _contract(c, other, source),
+    "__rmatmul__": lambda c, call, source=None, other=None: _matmul(c, call, other, source),
     "linear": _linear,
     **dict.fromkeys(("addmm", "baddbmm", "addmv", "addmm_", "baddbmm_"), _addmm),
     "einsum": _einsum,
