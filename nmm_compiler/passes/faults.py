@@ -46,12 +46,13 @@ class Fault:
 
 
 class Faults:
-    """The faults of one rewrite, and the places that its next attempt leaves alone."""
+    """The faults of one rewrite, by stage, rule, node and graph, and the places that its next
+    attempt leaves alone."""
 
     def __init__(self, strict: bool = True, built_in: Sequence[Any] = ()) -> None:
         self.strict, self.built_in = strict, tuple(built_in)
         self.graph = ""
-        self.found: list[Fault] = []
+        self.found: dict[tuple[str, ...], Fault] = {}
         self._left: set[tuple[str, str, str]] = set()
         self._count = Counter[tuple[str, str]]()
 
@@ -86,8 +87,7 @@ class Faults:
         fault = Fault(stage, name, node, self.graph, error)
         if self.strict:
             raise internal_fault(str(fault)) from error
-        if not any(_same(fault, known) for known in self.found):
-            self.found.append(fault)
+        self.found.setdefault((stage, name, node.name, self.graph), fault)
 
     @contextlib.contextmanager
     def only_reading(self, rule: Any, graph: fx.Graph) -> Iterator[None]:
@@ -121,9 +121,10 @@ class Faults:
         """Warn of all faults at once, with the command that reproduces the first."""
         if not self.found:
             return
-        more = f" (and {len(self.found) - 1} more)" if len(self.found) > 1 else ""
+        first, *others = self.found.values()
+        more = f" (and {len(others)} more)" if others else ""
         warnings.warn(
-            f"nmm: a fault in nmm_compiler, {self.found[0]}{more}. What it met stays as it was; "
+            f"nmm: a fault in nmm_compiler, {first}{more}. What it met stays as it was; "
             "everything else is rewritten, and results are right. To reproduce it run: "
             f"{_command(module, inputs, options)} ; please report it with what that prints",
             stacklevel=4,
@@ -133,11 +134,6 @@ class Faults:
 def _parts(graph: fx.Graph) -> list[tuple[Any, ...]]:
     """Return what an edit of a graph replaces: its nodes, and what each of them holds."""
     return [(node, node.op, node.target, node.args, node.kwargs) for node in graph.nodes]
-
-
-def _same(one: Fault, two: Fault) -> bool:
-    left, right = ((f.stage, f.rule, f.at.name, f.graph) for f in (one, two))
-    return left == right
 
 
 def _command(module: fx.GraphModule, inputs: Sequence[Any] | None, options: Any) -> str:

@@ -485,7 +485,7 @@ def run(
     result = RewriteResult(graph_module, [], [], original=graph_module, target=options.target)
     work = _Run(options, order, result)
     result.graph_module = work.graph(graph_module, example_inputs)
-    result.declined += [*work.refused, *map(_internal, work.faults.found)]
+    result.declined += [*work.refused, *map(_internal, work.faults.found.values())]
     work.faults.warn(graph_module, example_inputs, options)
     if options.verify:
         if example_inputs is None:
