@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from nmm_compiler.passes.emit.editor import Editor, NotEmittedError
 from nmm_compiler.passes.faults import Fault, Faults
 from nmm_compiler.passes.graph.canonical import Canonical, owner_of
 from nmm_compiler.passes.graph.capture import all_graphs, arguments, to_graph
-from nmm_compiler.passes.graph.effects import fetch_attribute, is_pure
+from nmm_compiler.passes.graph.effects import is_pure
 from nmm_compiler.passes.graph.metadata import collect_values, value_key
 from nmm_compiler.passes.graph.read_graph import read_added, read_graph
 from nmm_compiler.passes.layout import assign_layouts, count_transposes
@@ -64,7 +64,6 @@ class Attempt:
     the placeholders of such a graph. inputs: examples, which may be tensor subclasses that metadata
     hides. refused: what this and earlier attempts could not emit. rules: those of this attempt. The
     methods are the steps of `pipeline.PASSES`; the fields after `rules` pass their results on.
-    findings: of the last step, as lines for a dump; they are made when it reads them.
     """
 
     module: fx.GraphModule
@@ -81,7 +80,6 @@ class Attempt:
     matches: list[Match] = dataclasses.field(default_factory=list)
     editor: Editor = dataclasses.field(init=False)
     dropped: bool = False
-    findings: Iterable[str] = ()
 
     @property
     def built_in(self) -> bool:
@@ -100,7 +98,6 @@ class Attempt:
         if len(holders) == len(self.inputs or ()):
             for holder, value in zip(holders, self.inputs or (), strict=True):
                 self.c.note_subclass(holder, value)
-        self.findings = (f"{key.name}: {form}" for key, form in self.c.forms.items())
 
     def match(self) -> None:
         """Ask each rule, in order, at each node, last node first; the first match stays."""
@@ -117,10 +114,7 @@ class Attempt:
         if not self.built_in:
             self.result.nearest[self.rules[0].name] = search.nearest
         names = {node.name for node in search.taken}
-        declined = [d for d, kept in search.declined if kept or d.at not in names]
-        self.result.declined += declined
-        lines = (f"declined: {d}" for d in declined)
-        self.findings = itertools.chain(map(str, self.matches), lines)
+        self.result.declined += [d for d, kept in search.declined if kept or d.at not in names]
 
     def combine(self) -> None:
         """Let rules join matches into groups, and add the findings to the report."""
@@ -141,13 +135,10 @@ class Attempt:
         self.matches.sort(key=lambda m: position[m.node])
         for match in self.matches:
             match.graph, match.length = self.path, _terms(self.c, match.nodes)
-        self.findings = map(str, self.matches)
 
     def lay_out(self) -> None:
         """Give every tensor between calls a layout; built-in rules only."""
         self.result.matches += self.matches
-        self.findings = (f"{r.final.name}: {r.out_layout}" for call in _calls(self)
-                         for r in call.results())  # fmt: skip
         if self.built_in:
             assign_layouts(self.c, self.matches)
             self.result.transposes_before += count_transposes(self.c)
@@ -169,8 +160,6 @@ class Attempt:
         for match in self.result.matches:
             if match not in self.matches:  # an earlier one, whose call may have been replaced
                 match.emitted = tuple((old, new.get(made, made)) for old, made in match.emitted)
-        replaced = self.editor.replaced.items()
-        self.findings = (f"{old.name} -> {new.name}" for old, new in replaced)
         if self.built_in:
             read_added(c)
             self.result.transposes_after += count_transposes(c)
@@ -184,7 +173,15 @@ class Attempt:
                 raise
             raise broken_rule(self.rules[0].name, "graph", error) from error
         self.values = {n: v for n, v in self.c.values.items() if n.graph is self.module.graph}
-        self.findings = ()
+
+    def findings(self, step: str) -> Iterator[str]:
+        """Yield what the graph is after a step, or what was found in it, for a dump."""
+        if step == "read":
+            yield from (f"{key.name}: {form}" for key, form in self.c.forms.items())
+        yield from map(str, self.matches)
+        for call in _calls(self):
+            yield from (f"{one.final.name}: {one.out_layout}" for one in call.results())
+        yield from (f"declined: {one}" for one in self.result.declined)
 
     def _emit_one(self, match: Match, rule: Rule) -> None:
         """Emit what replaces a match; set `dropped` where it fails."""
@@ -380,33 +377,28 @@ def added_nodes_are_read(attempt: Attempt) -> None:
             raise ValueError(f"nothing reads the new node {node.name}")
 
 
-class Dump:
-    """The folder of one graph, `graph000` and so on, in the folder of the option."""
+def _new_folder(path: str) -> Path | None:
+    """Return a new folder, `graph000` and so on, of the graph at a path in that of the option; None
+    without the option."""
+    directory = setting("NMM_DUMP")
+    if directory is None:
+        return None
+    base = Path(directory).expanduser()
+    number = len(list(base.glob("graph*")))
+    while True:
+        folder = base / (f"graph{number:03d}" + (f"_{path}" if path else ""))
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return folder
+        number += 1
 
-    def __init__(self, directory: str | None, path: str = "") -> None:
-        self._folder: Path | None = None
-        self._count = 0
-        if directory is None:
-            return
-        base = Path(directory).expanduser()
-        base.mkdir(parents=True, exist_ok=True)
-        for number in itertools.count(len(list(base.glob("graph*")))):
-            folder = base / (f"graph{number:03d}" + (f"_{path}" if path else ""))
-            with contextlib.suppress(FileExistsError):
-                folder.mkdir()
-                self._folder = folder
-                return
 
-    def write(self, step: str, module: fx.GraphModule, findings: Iterable[str]) -> None:
-        """Write `<number>_<step>.py`: the findings as comments, then the code of the graph."""
-        if self._folder is None:
-            return
-        lines = [f"# {line}" for finding in findings for line in str(finding).splitlines()]
-        code = module.graph.python_code("self").src.strip()
-        text = "\n".join([f"# after {step}", *lines, "", code, ""])
-        file = self._folder / f"{self._count:02d}_{step}.py"
-        file.write_text(text, encoding="utf-8")
-        self._count += 1
+def _dump(folder: Path, step: str, attempt: Attempt) -> None:
+    """Write `<number>_<step>.py`: the findings as comments, then the code of the graph."""
+    lines = [f"# {line}" for found in attempt.findings(step) for line in found.splitlines()]
+    code = attempt.module.graph.python_code("self").src.strip()
+    file = folder / f"{len(list(folder.iterdir())):02d}_{step}.py"
+    file.write_text("\n".join([f"# after {step}", *lines, "", code, ""]), encoding="utf-8")
 
 
 RULES: tuple[Rule, ...] = (
@@ -450,7 +442,7 @@ PASSES: tuple[Pass, ...] = (
 """The steps of a rewrite, in order: the built-in rules at once, then each rule of a user."""
 
 
-def apply(attempt: Attempt, rules: tuple[Rule, ...], dump: Dump) -> bool:
+def apply(attempt: Attempt, rules: tuple[Rule, ...], folder: Path | None) -> bool:
     """Rewrite by built-in rules, or by one of a user; False when a place had to be dropped.
 
     Raises BrokenRuleError for a user's rule that fails or breaks the graph.
@@ -461,7 +453,8 @@ def apply(attempt: Attempt, rules: tuple[Rule, ...], dump: Dump) -> bool:
         if attempt.dropped:
             return False
         step.check(attempt)
-        dump.write(step.name, attempt.module, attempt.findings)
+        if folder is not None:
+            _dump(folder, step.name, attempt)
     return True
 
 
@@ -625,19 +618,17 @@ def copy_graph(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx
         copy.meta.update(node.meta)
         new[node] = copy
     graph._codegen = module.graph._codegen
-    # Setting a module's graph compiles its code, which the passes do once at their end. So the
-    # module is made for a graph with only its attributes, and then gets the copy without that.
-    attributes = fx.Graph()
-    for node in graph.nodes:
-        if node.op in ("get_attr", "call_module"):
-            attributes.get_attr(str(node.target))
     given = type(module).__mro__[1]  # a GraphModule has a class of its own, below this one
     plain = given.__init__ is fx.GraphModule.__init__  # type: ignore[misc]
     kind = given if plain else fx.GraphModule
-    copied: fx.GraphModule = kind(module, attributes, class_name=type(module).__name__)
+    # Making a module of a graph compiles its code, which the passes do once at their end.
+    copied: fx.GraphModule = kind(module, fx.Graph(), class_name=type(module).__name__)
+    for name, held in vars(module).items():
+        own = vars(copied).setdefault(name, held)
+        if name in ("_modules", "_parameters", "_buffers", "meta"):
+            own.update(held)
     copied._graph = graph
     graph.owning_module = copied
-    copied.meta = dict(module.meta)
     return copied, new
 
 
@@ -676,24 +667,24 @@ class _Run:
         self.faults.graph = path
         with self.faults.guard("reading the graph that ends at", last):
             read = collect_values(original, example_inputs)
-            for name, child, inputs, kinds in _children(original, read, stored):
+            for name, (child, inputs, kinds) in _children(original, read, stored).items():
                 children[name] = self.graph(child, inputs, f"{path}.{name}".lstrip("."), kinds)
             values = read
         self.faults.graph = path
-        dump = Dump(setting("NMM_DUMP"), path)
+        folder = _new_folder(path)
         whole = False
         while not whole:
             module, new = copy_graph(original)
             found = RewriteResult(module, [], [])
             for name, child in children.items():
-                module.set_submodule(name, child)
+                setattr(module, name, child)
             if values is None:
                 break
             own = {new[node]: value for node, value in values.items()}
             shared = (self.options, self.faults, path, stored, example_inputs, found, self.refused)
             attempt, values = Attempt(module, own, *shared), None
             with self.faults.guard("rewriting the graph that ends at", last):
-                whole = all(apply(attempt, rules, dump) for rules in _segments(self.order))
+                whole = all(apply(attempt, rules, folder) for rules in _segments(self.order))
                 values = read
         self.result.add(found)
         module.recompile()
@@ -707,48 +698,36 @@ def _segments(order: tuple[Rule, ...]) -> list[tuple[Rule, ...]]:
     return [tuple(rules) for _, rules in alike]
 
 
-Child = tuple[str, fx.GraphModule, list[Any] | None, dict[str, bool]]
+Child = tuple[fx.GraphModule, list[Any] | None, dict[str, bool]]
 
 
 def _children(
     module: fx.GraphModule, values: dict[fx.Node, Any], stored: Mapping[str, bool] | None
-) -> list[Child]:
-    """Return the graphs that nodes of this graph run: path, graph, inputs, which are stored.
+) -> dict[str, Child]:
+    """Return the graphs that nodes of this graph run, by name: graph, inputs, which are stored.
 
     A higher-order operator passes its last arguments to each of its graphs, in order.
     """
+    bodies = {
+        name: child for name, child in module.named_children()
+        if isinstance(child, fx.GraphModule) and name != "_guards_fn"
+    }  # fmt: skip
+    if not bodies:
+        return {}
+    outer = read_graph(module, values, stored)
     found: dict[str, Child] = {}
     left: set[str] = set()
-    children = (child for name, child in module.named_children() if name != "_guards_fn")
-    if not any(isinstance(child, fx.GraphModule) for child in children):
-        return []
-    outer = read_graph(module, values, stored)
     for node in module.graph.nodes:
-        if node.op not in ("call_module", "call_function"):
-            continue
-        flat = [a for a in node.all_input_nodes if not _is_graph(module, a)]
-        bodies = [str(a.target) for a in node.all_input_nodes if _is_graph(module, a)]
-        if node.op == "call_module":
-            bodies = [str(node.target)]
+        graphs = [n for n in node.all_input_nodes if n.op == "get_attr" and n.target in bodies]
+        flat = [n for n in node.all_input_nodes if n not in graphs]
         here = outer.effects.position[node]
-        if outer.effects.in_transform(here, here):
-            left.update(bodies)
-        for name in bodies:
-            child = fetch_attribute(module, name)
-            if not isinstance(child, fx.GraphModule) or name == "_guards_fn":
-                continue
-            holders = [str(n.target) for n in child.graph.nodes if n.op == "placeholder"]
-            kinds: dict[str, bool] = {}
-            inputs = None
-            if len(holders) <= len(flat):
-                given = flat[len(flat) - len(holders) :]
-                inputs = [values.get(a) for a in given]
-                kinds = {h: a in outer.constant for h, a in zip(holders, given, strict=True)}
-            found.setdefault(name, (name, child, inputs, kinds))
-    return [child for name, child in found.items() if name not in left]
-
-
-def _is_graph(module: fx.GraphModule, node: fx.Node) -> bool:
-    return node.op == "get_attr" and isinstance(
-        fetch_attribute(module, str(node.target)), fx.GraphModule
-    )
+        called = [node] if node.op == "call_module" else graphs
+        for name in (str(one.target) for one in called if one.target in bodies):
+            holders = [str(n.target) for n in bodies[name].graph.find_nodes(op="placeholder")]
+            given = flat[len(flat) - len(holders) :] if len(holders) <= len(flat) else None
+            kinds = {h: a in outer.constant for h, a in zip(holders, given or (), strict=False)}
+            inputs = None if given is None else [values.get(a) for a in given]
+            found.setdefault(name, (bodies[name], inputs, kinds))
+            if outer.effects.in_transform(here, here):
+                left.add(name)
+    return {name: child for name, child in found.items() if name not in left}
