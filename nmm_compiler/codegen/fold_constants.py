@@ -1,9 +1,18 @@
-"""Folds one NKI function: constants in, dead branches out, names and comments kept.
+"""Folds one NKI function: constants in, dead branches out, records gone, names and comments kept.
 
 Statements are read in order with the known value of each name (`known_values.Value`). Constant
 tests choose their branch, loops of one iteration become their body. Loops of more iterations stay
 loops. Calls of helpers are recorded with the known values of their arguments, so that the helpers
-can be folded next.
+can be folded next; others are written out (`templates`).
+
+Records are replaced by their fields:
+
+    part = Part(x, 0, 128)
+    load(x_sb, part)              ->    load(x_sb, x, 0, 128)
+    nisa.copy(part.src, y)        ->    nisa.copy(x, y)
+
+The argument for a record is a record, None, or a constant with such fields. A record that is set in
+a branch or a loop is known there only: its use behind it raises CodegenError.
 """
 
 # ast names its visitor methods after node classes.
@@ -13,30 +22,45 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from nmm_compiler.codegen import known_values as values
 from nmm_compiler.codegen.known_values import Value, computed, divided, known, of_whole
+from nmm_compiler.codegen.templates import NOTHING, Parameter, Template
 from nmm_compiler.codegen.trees import (
     Block,
     Editor,
     assigned,
+    assigned_names,
     bound,
     called,
     changed,
-    nodes,
+    name,
     parameter_names,
     parsed,
 )
+from nmm_compiler.errors import CodegenError
 from nmm_compiler.records import Record
 
 Environment = dict[str, Value]
-Call = tuple[str, Environment]
-"""A call of a helper: its name, and the known value of each argument."""
 
-_RULES: dict[type, tuple[Callable[..., Value], Callable[..., Any]]] = {
+
+class Made(ast.expr):
+    """A new record, which no emitted file has: an expression, or a record again, for each field."""
+
+    _fields = ()
+
+    def __init__(self, fields: dict[str, ast.expr]) -> None:
+        super().__init__()
+        self.fields = fields
+
+
+_UNSURE = Made({})
+"""One of several records."""
+
+
+_RULES: dict[Any, tuple[Callable[..., Value], Callable[..., Any]]] = {
     ast.Add: (of_whole, operator.add), ast.Sub: (of_whole, operator.sub),
     ast.Mult: (of_whole, operator.mul), ast.Mod: (divided, operator.mod),
     ast.FloorDiv: (divided, operator.floordiv),
@@ -44,8 +68,9 @@ _RULES: dict[type, tuple[Callable[..., Value], Callable[..., Any]]] = {
     ast.Gt: (of_whole, operator.gt), ast.GtE: (of_whole, operator.ge),
     ast.Eq: (computed, operator.eq), ast.NotEq: (computed, operator.ne),
     ast.Not: (computed, operator.not_), ast.USub: (computed, operator.neg),
+    "min": (of_whole, min), "max": (of_whole, max), "len": (computed, len),
 }  # fmt: skip
-"""Operator -> how the values of its operands give that of the result, and the Python function."""
+"""Operation -> how the values of its operands give that of the result, and the Python function."""
 
 
 def has_literal(value: Any) -> bool:
@@ -70,10 +95,12 @@ _NEUTRAL: dict[type, tuple[int, bool]] = {
 _OPERATIONS = (ast.BinOp, ast.UnaryOp, ast.Compare, ast.BoolOp, ast.Subscript)
 
 
-def assigned_names(statements: Iterable[ast.AST]) -> set[str]:
-    """Return the names that the statements bind."""
-    bound = (node for node in nodes(*statements) if isinstance(node, ast.Name))
-    return {node.id for node in bound if isinstance(node.ctx, ast.Store)}
+def _either(first: Any, second: Any) -> Any:
+    """Return what is known of a name that is one or the other."""
+    if first is second:
+        return first
+    records = isinstance(first, Made) or isinstance(second, Made)
+    return _UNSURE if records else values.join([first, second])
 
 
 class Folder(Editor):
@@ -82,15 +109,29 @@ class Folder(Editor):
     def __init__(
         self,
         environment: Environment,
-        signatures: Mapping[str, list[str]] = MappingProxyType({}),
+        template: Template = NOTHING,
+        function: str = "",
         operands: Sequence[str] = (),
     ) -> None:
-        """Take the known values of the parameters, and the names of operands."""
-        self.operands = operands
-        self.environment = environment
-        self.signatures = signatures
-        self.inline = {name for name, value in environment.items() if values.constant(value)[0]}
-        self.calls: list[Call] = []
+        """Take the known values of the parameters of a template's function, and the operands.
+
+        Parameters are called as in an emitted file.
+        """
+        self.template, self.operands = template, operands
+        self.environment: dict[str, Any] = {**environment}
+        self.inline = {one for one, value in environment.items() if values.constant(value)[0]}
+        self.given: dict[str, ast.expr] = {}
+        self.sites: dict[ast.Call, Environment] = {}
+        for one, kind in template.kinds.get(function, {}).items():
+            if kind in template.records:
+                self.environment[one] = self._parameter(template.parameters[function], kind, one)
+
+    def _parameter(self, names: Mapping[Parameter, str], kind: str, *path: str) -> ast.expr:
+        """Return a parameter that is a record, or a field of one."""
+        if kind not in self.template.records:
+            return self.visit_Name(name(names[path]))
+        fields = self.template.records[kind].items()
+        return Made({one: self._parameter(names, inner, *path, one) for one, inner in fields})
 
     def fold(self, statements: Block) -> list[ast.stmt]:
         """Return the statements, folded; none of them after a `return`."""
@@ -113,13 +154,31 @@ class Folder(Editor):
     def visit_AugAssign(self, statement: ast.AugAssign) -> None:
         raise AssertionError("templates write a = a + 1, which folds")
 
+    def visit_Expr(self, statement: ast.Expr) -> Any:
+        return self._written_out(statement.value) or self.generic_visit(statement)
+
     def visit_Assign(self, statement: ast.Assign) -> Any:
-        name, value = assigned(statement)
-        if not name:
+        target, value = assigned(statement)
+        if not target:
             return self.generic_visit(statement)
-        value = self.visit(value)
-        self.environment[name] = self.value(value)
-        return changed(statement, value=value)
+        before = self._written_out(value)
+        value = before.pop().value if before else self.visit(value)
+        if isinstance(value, Made):
+            self.environment[target] = value
+            return before
+        self.environment[target] = self.value(value)
+        return [*before, changed(statement, value=value)]
+
+    def _written_out(self, call: Any) -> list[Any]:
+        """Return the statements of the helper that is called, none if it is written out nowhere."""
+        helper = self.template.written_out.get(called(call))
+        if helper is None:
+            return []
+        given, outer = self._given(call, parameter_names(helper)), self.given
+        self.given = given
+        folded = self.fold(helper.body[int(ast.get_docstring(helper) is not None) :])
+        self.given = outer
+        return folded
 
     def visit_If(self, statement: ast.If) -> list[ast.stmt]:
         test = self.visit(statement.test)
@@ -134,7 +193,7 @@ class Folder(Editor):
         after_else = self.environment
         names = set(after_body) | set(after_else)
         self.environment = {
-            name: values.join([after_body.get(name), after_else.get(name)]) for name in names
+            name: _either(after_body.get(name), after_else.get(name)) for name in names
         }
         return [changed(statement, test=test, body=body, orelse=orelse)]
 
@@ -150,11 +209,10 @@ class Folder(Editor):
 
     def visit_For(self, statement: ast.For) -> list[ast.stmt]:
         assert isinstance(statement.target, ast.Name)
-        name = statement.target.id
-        fixed, records = values.constant(self.value(statement.iter))
+        target, iterator = statement.target.id, self.visit(statement.iter)
+        fixed, records = values.constant(self.value(iterator))
         if fixed and (records == () or not has_literal(records)):
-            return self._once_for_each(name, statement, records)
-        iterator = self.visit(statement.iter)
+            return self._once_for_each(target, statement, records)
         variable: Value = None
         count: int | None = None
         if called(iterator) == "range":
@@ -165,31 +223,60 @@ class Folder(Editor):
             return []
         fixed, plain = values.constant(variable)
         if count == 1 and fixed:
-            return self._once_for_each(name, statement, [plain])
+            return self._once_for_each(target, statement, [plain])
         self.environment |= dict.fromkeys(assigned_names(statement.body))
-        self.environment[name] = variable
+        self.environment[target] = variable
+        before = dict(self.environment)
         folded = self.fold(statement.body)
+        for one, value in self.environment.items():
+            if isinstance(value, Made):
+                self.environment[one] = _either(before.get(one), value)
         return [changed(statement, iter=iterator, body=folded)]
 
     def _once_for_each(
-        self, name: str, statement: ast.For, constants: Sequence[Any]
+        self, target: str, statement: ast.For, constants: Sequence[Any]
     ) -> list[ast.stmt]:
         """Return the body of a loop over constants, once for each."""
         folded: list[ast.stmt] = []
-        self.inline.add(name)
+        self.inline.add(target)
         for one in constants:
-            self.environment[name] = known(one)
+            self.environment[target] = known(one)
             folded += self.fold(statement.body)
         return folded
 
     # Expressions
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        inline = node.id in self.inline
-        return (inline and literal(self.value(node))) or node
+        if node.id in self.given:
+            return self.given[node.id]
+        value = self.environment.get(node.id)
+        if value is _UNSURE:
+            raise CodegenError(
+                f"the record {node.id} is set in a branch or a loop and used behind it; set it "
+                "once, before, and choose its fields there"
+            )
+        if isinstance(value, Made):
+            return value
+        return (node.id in self.inline and literal(value)) or node
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
-        return literal(self.value(node)) or self.generic_visit(node)
+        record = self.visit(node.value)
+        return self._field(record, node if record is node.value else changed(node, value=record))
+
+    def _field(self, record: ast.expr, node: ast.Attribute) -> ast.expr:
+        """Return the field that a node names, of a record that is its value."""
+        if isinstance(record, Made):
+            return record.fields[node.attr]
+        return record if isinstance(record, ast.Constant) else literal(self.value(node)) or node
+
+    def _leaves(self, node: ast.expr, kind: str) -> Iterator[ast.expr]:
+        """Yield the arguments of an emitted file for an argument: one, or those of a record."""
+        if kind not in self.template.records:
+            yield node
+            return
+        for field, inner in self.template.records[kind].items():
+            value = self._field(node, ast.Attribute(node, field, ast.Load()))
+            yield from self._leaves(value, inner)
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
         updated = self.generic_visit(node)
@@ -211,16 +298,18 @@ class Folder(Editor):
         return left[0] if left else updated
 
     def visit_IfExp(self, node: ast.IfExp) -> Any:
-        test = self.visit(node.test)
-        truth = values.truth(self.value(test))
+        truth = values.truth(self.value(self.visit(node.test)))
         if truth is None:
-            body, orelse = self.visit(node.body), self.visit(node.orelse)
-            return changed(node, test=test, body=body, orelse=orelse)
+            return self.generic_visit(node)
         return self.visit(node.body if truth else node.orelse)
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
+        function = called(node)
+        if function in self.template.records:
+            return self._made(node, self.template.records[function])
+        if function in self.template.functions:
+            return self._call_of_helper(node, function)
         updated: ast.Call = self.generic_visit(node)
-        function = called(updated)
         if function == "getattr":
             module, attribute = updated.args
             fixed, plain = values.constant(self.value(attribute))
@@ -228,11 +317,28 @@ class Folder(Editor):
         if function == "others.get":
             _, tensor = values.constant(self.value(updated.args[0]))
             return parsed(tensor if tensor in self.operands else "None")
-        names = self.signatures.get(function)
-        if names is not None:
-            given = bound(updated, names).items()
-            self.calls.append((function, {n: self.value(value) for n, value in given}))
         return updated
+
+    def _made(self, node: ast.Call, fields: Mapping[str, str]) -> Made:
+        given = bound(node, [*fields])
+        unknown = sorted(given.keys() - fields.keys())
+        if unknown:
+            raise CodegenError(f"{called(node)} has no fields {unknown}; it has {dict(fields)}")
+        return Made({one: self.visit(given.get(one, parsed("None"))) for one in fields})
+
+    def _call_of_helper(self, node: ast.Call, function: str) -> ast.Call:
+        kinds, names = self.template.kinds[function], self.template.parameters[function]
+        given = self._given(node, kinds)
+        args = [leaf for one, kind in kinds.items() for leaf in self._leaves(given[one], kind)]
+        made = changed(node, args=args)
+        self.sites[made] = dict(zip(names.values(), map(self.value, args), strict=True))
+        return made
+
+    def _given(self, call: ast.Call, names: Collection[str]) -> dict[str, ast.expr]:
+        """Return parameter -> argument of a call."""
+        if len(call.args) != len(names) or call.keywords:
+            raise CodegenError(f"a call of {called(call)}: pass all {len(names)} by position")
+        return dict(zip(names, map(self.visit, call.args), strict=True))
 
     def visit(self, node: Any) -> Any:
         """Return the edited node: an operation with a known result is that constant."""
@@ -243,64 +349,43 @@ class Folder(Editor):
 
     # Values
 
-    def value(self, node: ast.AST | None) -> Value:
+    def value(self, node: ast.AST) -> Value:
         """Return the value of `node`, None when it is unknown."""
         match node:
-            case ast.Constant():
-                return known(node.value)
-            case ast.Name():
-                return self.environment.get(node.id)
-            case ast.Attribute():
-                return self._attribute(node)
-            case ast.Tuple():
-                items = [values.constant(self.value(element)) for element in node.elts]
+            case ast.Constant(plain):
+                return known(plain)
+            case ast.Name(one):
+                value = self.environment.get(one)
+                return None if isinstance(value, Made) else value
+            case ast.Attribute(of, field):
+                _, record = values.constant(self.value(of))
+                has_field = isinstance(record, Record) and hasattr(record, field)
+                return known(getattr(record, field)) if has_field else None
+            case ast.Tuple(several):
+                items = [values.constant(self.value(element)) for element in several]
                 every = all(fixed for fixed, _ in items)
                 return known(tuple(plain for _, plain in items)) if every else None
-            case ast.BinOp():
-                return self._operation(node.op, node.left, node.right)
-            case ast.UnaryOp():
-                return self._operation(node.op, node.operand)
-            case ast.Compare(ops=[sign], comparators=[right]):
-                return self._operation(sign, node.left, right)
-            case ast.BoolOp():
-                return self._boolean(node)
-            case ast.IfExp():
-                return values.join([self.value(node.body), self.value(node.orelse)])
-            case ast.Call():
-                return self._call(node)
-            case ast.Subscript():
-                return self._subscript(node)
+            case ast.BinOp(left, sign, right) | ast.Compare(left, [sign], [right]):
+                return self._operation(type(sign), left, right)
+            case ast.UnaryOp(sign, side):
+                return self._operation(type(sign), side)
+            case ast.Call(ast.Name(function), sides):
+                return self._operation(function, *sides)
+            case ast.BoolOp(sign, sides):  # known as a bool
+                wins = isinstance(sign, ast.Or)
+                truths = [values.truth(self.value(side)) for side in sides]
+                if wins in truths:
+                    return known(wins)
+                return None if None in truths else known(not wins)
+            case ast.IfExp(_, one, other):
+                return values.join([self.value(one), self.value(other)])
+            case ast.Subscript(of, place):
+                fixed, items = values.constant(self.value(of))
+                places = self.value(place)
+                if fixed and places is not None and places <= set(range(len(items))):
+                    return values.join([known(items[place]) for place in places])
         return None
 
-    def _attribute(self, node: ast.Attribute) -> Value:
-        fixed, record = values.constant(self.value(node.value))
-        if not (fixed and isinstance(record, Record)) or not hasattr(record, node.attr):
-            return None
-        return known(getattr(record, node.attr))
-
-    def _operation(self, sign: ast.AST, *sides: ast.expr) -> Value:
-        how, function = _RULES.get(type(sign), (None, None))
+    def _operation(self, sign: Any, *sides: ast.expr) -> Value:
+        how, function = _RULES.get(sign, (None, None))
         return how(function, *map(self.value, sides)) if how else None
-
-    def _boolean(self, node: ast.BoolOp) -> Value:
-        """Return the value of `and` and `or`: they are known as a bool."""
-        wins = isinstance(node.op, ast.Or)
-        truths = [values.truth(self.value(side)) for side in node.values]
-        if wins in truths:
-            return known(wins)
-        return None if None in truths else known(not wins)
-
-    def _call(self, node: ast.Call) -> Value:
-        given = [self.value(arg) for arg in node.args]
-        if called(node) in ("min", "max"):
-            return of_whole(min if called(node) == "min" else max, *given)
-        return computed(len, *given) if called(node) == "len" else None
-
-    def _subscript(self, node: ast.Subscript) -> Value:
-        if isinstance(node.slice, (ast.Slice, ast.Tuple)):
-            return None
-        fixed, items = values.constant(self.value(node.value))
-        places = self.value(node.slice)
-        if not fixed or places is None or not places <= set(range(len(items))):
-            return None
-        return values.join([known(items[place]) for place in places])

@@ -23,6 +23,7 @@ from nmm_compiler.codegen.trees import (
     called,
     changed,
     name,
+    names_used,
     new_list,
     nodes,
     root,
@@ -138,14 +139,11 @@ class _Without(Editor):
         target, value = assigned(node)
         return None if target and self.gone(target, value) else node
 
+    def visit_Expr(self, node: ast.Expr) -> ast.stmt:
+        return node
+
 
 _PURE_CALLS = ("min", "max", "len", "nl.ndarray")
-
-
-def names_used(trees: Iterable[ast.AST]) -> set[str]:
-    """Return the names that the trees read."""
-    read = (node for node in nodes(*trees) if isinstance(node, ast.Name))
-    return {node.id for node in read if isinstance(node.ctx, ast.Load)}
 
 
 def remove_unused(statements: list[ast.stmt]) -> list[ast.stmt]:

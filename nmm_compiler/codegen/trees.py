@@ -11,7 +11,7 @@ import functools
 import io
 import operator
 import tokenize
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 Block = Sequence[ast.stmt]
@@ -158,6 +158,18 @@ def nodes(*trees: ast.AST) -> Iterator[Any]:
                 left += value
             elif isinstance(value, ast.AST):
                 left.append(value)
+
+
+def assigned_names(statements: Iterable[ast.AST]) -> set[str]:
+    """Return the names that the statements bind."""
+    bound = (node for node in nodes(*statements) if isinstance(node, ast.Name))
+    return {node.id for node in bound if isinstance(node.ctx, ast.Store)}
+
+
+def names_used(trees: Iterable[ast.AST]) -> set[str]:
+    """Return the names that the trees read."""
+    read = (node for node in nodes(*trees) if isinstance(node, ast.Name))
+    return {node.id for node in read if isinstance(node.ctx, ast.Load)}
 
 
 def assigned(statement: Any) -> tuple[str, Any]:

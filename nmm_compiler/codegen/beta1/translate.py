@@ -44,7 +44,6 @@ from nmm_compiler.codegen.beta1.expressions import (
 )
 from nmm_compiler.codegen.beta1.facts import CHIP, HBM, Facts, is_new_tile, is_reshaped
 from nmm_compiler.codegen.beta1.views import METHODS, Scope, predicate
-from nmm_compiler.codegen.fold_constants import assigned_names
 from nmm_compiler.codegen.printed import printed, text
 from nmm_compiler.codegen.tidy import remove_unused
 from nmm_compiler.codegen.trees import (
@@ -56,6 +55,7 @@ from nmm_compiler.codegen.trees import (
     appended,
     assign,
     assigned,
+    assigned_names,
     called,
     changed,
     name,

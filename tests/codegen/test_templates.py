@@ -1,4 +1,4 @@
-"""Records in templates: written out before a kernel is folded, and read as constants."""
+"""Records and helpers in templates: emitted files have fields, and statements in their place."""
 
 import ast
 import dataclasses
@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from nmm_compiler import kernels
-from nmm_compiler.codegen.flatten_records import flatten_records, record_classes, write_out_helpers
+from nmm_compiler.codegen.fold_constants import Folder
 from nmm_compiler.codegen.printed import printed
 from nmm_compiler.codegen.specialize import specialize
-from nmm_compiler.codegen.trees import read
+from nmm_compiler.codegen.templates import template
 from nmm_compiler.errors import CodegenError
 from nmm_compiler.kernels.linear.layer import Weight
 from nmm_compiler.records import Record
@@ -37,12 +37,13 @@ def f(part: Part):
 """
 
 
-def flat(text):
-    """Return the functions of a template, flattened, as text."""
-    module = read(CLASSES + textwrap.dedent(text))
-    functions = {f.name: f for f in module.body if isinstance(f, ast.FunctionDef)}
-    made = flatten_records(functions, record_classes(module))
-    return {name: printed(ast.Module([node], [])).strip() for name, node in made.items()}
+def folded(folder, text, function):
+    """Return the lines of a function of a template, folded."""
+    path = folder / "template.py"
+    path.write_text(text)
+    made = template(path)
+    body = Folder({}, made, function).fold(made.functions[function].body)
+    return [line.strip() for line in printed(ast.Module(body, [])).splitlines()]
 
 
 @pytest.mark.parametrize(
@@ -99,15 +100,18 @@ def flat(text):
     ],
     ids=["what stands for a record", "of each branch", "set again", "two of a kind"],
 )
-def test_a_record_becomes_its_fields(text, lines):
-    made = flat(TAKERS + textwrap.dedent(text))
-    assert made["f"] == "def f(src, row, rows):\n    return row"
-    assert [line.strip() for line in made["outer"].splitlines()[1:]] == lines
+def test_a_record_becomes_its_fields(tmp_path, text, lines):
+    text = CLASSES + TAKERS + textwrap.dedent(text)
+    assert folded(tmp_path, text, "outer") == lines
+    parameters = template(tmp_path / "template.py").parameters["f"]
+    assert list(parameters.values()) == ["src", "row", "rows"]
+    assert folded(tmp_path, text, "f") == ["return row"]
 
 
-def test_what_is_no_field_is_an_error():
+def test_what_is_no_field_is_an_error(tmp_path):
+    text = "def outer():\n    f(Part(1, 2, 3, depth=4))"
     with pytest.raises(CodegenError, match="Part has no fields"):
-        flat("def f(p: Part):\n    f(Part(1, 2, 3, depth=4))")
+        folded(tmp_path, CLASSES + TAKERS + text, "outer")
 
 
 @pytest.mark.parametrize("use", ["f(part)", "f(Part(part.src, 0, 0))", "f(None) or part.row"])
@@ -120,11 +124,11 @@ def test_what_is_no_field_is_an_error():
         "for i in range(4):\n        part = Part(x, i, 2)",
     ],
 )
-def test_a_record_that_a_branch_sets_is_refused_behind_it(setting, use):
+def test_a_record_that_a_branch_sets_is_refused_behind_it(tmp_path, setting, use):
     """Of two assignments the last would win, whichever branch runs."""
-    source = f"def f(p: Part):\n    return p.row\n\ndef outer(x, wide):\n    {setting}\n    {use}"
+    source = f"{CLASSES}{TAKERS}def outer(x, wide):\n    {setting}\n    {use}"
     with pytest.raises(CodegenError, match="part is set in a branch or a loop"):
-        flat(source)
+        folded(tmp_path, source, "outer")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -202,9 +206,16 @@ def norm_of_x(gain, size) -> Norm:
 
 def twice(x, size, others):
     """Compute both."""
-    x = half(x)
     inner = norm_of_x(x, size)
-    columns(inner, others.get("gain"))
+    take(inner, others.get("gain"))
+
+def take(norm: Norm, size):
+    """Stay as it is."""
+    return size
+
+def assigns(x, others):
+    """Give x another value."""
+    x = half(x)
 
 def columns(gain, size):
     """Stay as it is."""
@@ -212,23 +223,23 @@ def columns(gain, size):
 '''
 
 
-def written_out(text):
-    """Return the functions of a template as text, without the helpers that are written out."""
-    module = read(HELPERS + textwrap.dedent(text))
-    functions = {f.name: f for f in module.body if isinstance(f, ast.FunctionDef)}
-    made = write_out_helpers(functions, record_classes(module))
-    return {name: printed(ast.Module([node], [])).strip() for name, node in made.items()}
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        ("gain_sb = x\n    norm = norm_of_x(x, 1)", "has names that norm_of_x assigns.*gain_sb"),
-        ("norm = norm_of_x(x, size=1)", "calls norm_of_x with 2 arguments; pass all 2 by"),
-        ("norm = norm_of_x(x)", "calls norm_of_x with 1 arguments; pass all 2 by position"),
-        ("twice(x.part, 1, operands)", "twice assigns x; pass it a name from outer"),
+        ("gain_sb = x\n    norm = norm_of_x(x, 1)", r"its caller outer: \['gain_sb'\]"),
+        ("norm = norm_of_x(x, size=1)", "a call of norm_of_x: pass all 2 by position"),
+        ("norm = norm_of_x(x)", "a call of norm_of_x: pass all 2 by position"),
+        ("assigns(x, others)", r"assigns assigns names of its parameters .*\['x'\]"),
     ],
 )
-def test_calls_that_cannot_be_written_out(call, message):
+def test_calls_that_cannot_be_written_out(tmp_path, call, message):
     with pytest.raises(CodegenError, match=message):
-        written_out(f"def outer(x):\n    {call}\n")
+        folded(tmp_path, f"{HELPERS}def outer(x, **others):\n    {call}\n", "outer")
+
+
+def test_a_helper_stands_where_it_is_called(tmp_path):
+    text = HELPERS + "def outer(x, size, **others):\n    twice(x.part, size, others)\n"
+    assert folded(tmp_path, text, "outer") == [
+        "gain_sb = None", "if size > 0:", "# as it lies", "gain_sb = columns(x.part, size)",
+        "take('rms', gain_sb, None)",
+    ]  # fmt: skip

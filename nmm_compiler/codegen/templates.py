@@ -1,0 +1,159 @@
+"""The functions and records of a kernel's template: its file, and the files that it imports from.
+
+Helpers of templates take records; those of emitted files take the fields, each as a parameter:
+
+    def load(dst, part: Part, how): ... part.rows ...
+      ->
+    def load(dst, src, row, rows, how): ... rows ...
+
+A parameter is a record if its annotation names a class of these files. A field may be a record
+again. A field's parameter has the field's name where that is free in the function, else with the
+parameter's name before it.
+
+A helper that returns a record, or takes the operands as `others`, is no function of an emitted
+file: its statements stand where it is called. Its locals keep their names, so the caller needs
+other names. A call of it is a statement of its own, or the whole value that a name gets; `return`
+is its last statement.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import graphlib
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from nmm_compiler.codegen.trees import (
+    assigned_names,
+    called,
+    nodes,
+    parameter_names,
+    read,
+)
+from nmm_compiler.errors import CodegenError
+
+Fields = dict[str, str]
+"""Field -> the name that is its annotation: the class of a record, or any other."""
+Parameter = tuple[str, ...]
+"""A parameter, and of a record the field, and the field of that."""
+
+
+@dataclass(frozen=True, eq=False)
+class Template:
+    """Functions by name, and the fields of each record."""
+
+    functions: Mapping[str, ast.FunctionDef]
+    records: Mapping[str, Fields]
+
+    @functools.cached_property
+    def written_out(self) -> Mapping[str, ast.FunctionDef]:
+        """The helpers whose statements stand where they are called.
+
+        Raises CodegenError where the caller has a name that the helper assigns.
+        """
+        found = {
+            name: node
+            for name, node in self.functions.items()
+            if getattr(node.returns, "id", "") in self.records or "others" in parameter_names(node)
+        }
+        for caller in self.functions.keys() - found.keys():
+            taken = {one.id for one in nodes(self.functions[caller]) if isinstance(one, ast.Name)}
+            for helper in _called_in(self.functions[caller], found):
+                names = taken.union(self.kinds[caller], self.kinds[helper.name])
+                both = sorted(assigned_names(helper.body) & names)
+                if both:
+                    raise CodegenError(
+                        f"{helper.name} assigns names of its parameters or of its caller {caller}: "
+                        f"{both}; rename them"
+                    )
+        return found
+
+    @functools.cached_property
+    def kinds(self) -> Mapping[str, Fields]:
+        """The parameters of each function, each with the name that is its annotation."""
+        return {
+            name: {one.arg: getattr(one.annotation, "id", "") for one in node.args.args}
+            for name, node in self.functions.items()
+        }
+
+    @functools.cached_property
+    def parameters(self) -> Mapping[str, dict[Parameter, str]]:
+        """The names that parameters of each function have in an emitted file."""
+        return {name: self._named(name) for name in self.functions}
+
+    def _named(self, function: str) -> dict[Parameter, str]:
+        kinds, read = self.kinds[function], nodes(self.functions[function])
+        every = [(name, *path) for name, kind in kinds.items() for path in self._paths(kind)]
+        fields = Counter(one[-1] for one in every if len(one) > 1)
+        taken = {one.id for one in read if isinstance(one, ast.Name)} | set(kinds)
+        taken -= {one[0] for one in every if len(one) > 1}
+        named: dict[Parameter, str] = {}
+        for one in every:
+            owner = [one[0]] if one[-1] in taken or fields[one[-1]] > 1 else []
+            named[one] = "_".join([*owner, one[-1]]) if len(one) > 1 else one[0]
+        if len({*named.values()}) < len(named):
+            raise CodegenError(f"fields of records in {function} have the same names: {named}")
+        return named
+
+    def _paths(self, kind: str) -> Iterator[Parameter]:
+        """Yield the fields of a record, and for a record among them the fields of that."""
+        if kind not in self.records:
+            yield ()
+            return
+        for field, inner in self.records[kind].items():
+            yield from ((field, *path) for path in self._paths(inner))
+
+    @functools.cached_property
+    def call_order(self) -> list[str]:
+        """The functions, every caller before what it calls."""
+        calls = {
+            name: sorted(set(map(called, nodes(node))) & set(self.functions))
+            for name, node in self.functions.items()
+        }
+        return list(graphlib.TopologicalSorter(calls).static_order())[::-1]
+
+
+def _called_in(node: ast.AST, helpers: Mapping[str, ast.FunctionDef]) -> Iterator[ast.FunctionDef]:
+    """Yield those of the helpers that a function calls, and that those call."""
+    for helper in map(helpers.get, map(called, nodes(node))):
+        if helper is not None:
+            yield helper
+            yield from _called_in(helper, helpers)
+
+
+@functools.lru_cache(maxsize=32)
+def template(path: Path) -> Template:
+    """Return the template of a file.
+
+    The files that it imports from belong to it, `from ..pieces.project import ...`.
+    """
+    module = read(path.read_text(encoding="utf-8"))
+    functions: dict[str, ast.FunctionDef] = {}
+    records: dict[str, Fields] = {}
+    for statement in module.body:
+        if isinstance(statement, ast.ImportFrom) and statement.level and statement.module:
+            folder = path.parents[statement.level - 1]
+            neighbour = folder.joinpath(*statement.module.split(".")).with_suffix(".py")
+            functions |= template(neighbour).functions
+            records |= template(neighbour).records
+        elif isinstance(statement, ast.ClassDef):
+            records[statement.name] = _fields(statement)
+        elif isinstance(statement, ast.FunctionDef):
+            functions[statement.name] = statement
+    return Template(functions, records)
+
+
+def _fields(record: ast.ClassDef) -> Fields:
+    """Return the annotated fields of a class, each with the name that is its annotation."""
+    return {
+        field.target.id: getattr(field.annotation, "id", "")
+        for field in record.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    }
+
+
+NOTHING = Template({}, {})
+"""The template of an expression alone."""
