@@ -59,7 +59,7 @@ class Binder:
     def convert(self, name: str, value: Any) -> Any:
         """Return a tensor for an array, the same container for containers, else the value."""
         if isinstance(value, ArraySpec):
-            return self._spec(name, value)
+            return self._tensor(name, value)
         if isinstance(value, np.ndarray):
             return self._array(name, value, value)
         if type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "detach"):
@@ -70,34 +70,29 @@ class Binder:
             return {k: self.convert(f"{name}[{k!r}]", v) for k, v in value.items()}
         return value
 
-    def _spec(self, name: str, spec: ArraySpec) -> NkiTensor:
-        kind = dtypes.find(spec.dtype)
-        if self.machine.data:
-            raise KernelArgumentError(
-                f'argument {name!r} is an ArraySpec; only mode="timing" takes shapes for arrays'
-            )
-        if kind is None:
-            raise KernelArgumentError(f"argument {name!r}: {spec.dtype!r} is no NKI dtype")
-        return input_tensor(self.machine, name, tuple(spec.shape), kind, None, self.region)
-
     def _array(self, name: str, array: np.ndarray, original: Any) -> NkiTensor:
-        if id(original) in self.seen:
-            return self.seen[id(original)][0]
-        kind = dtypes.find(array.dtype)
+        if id(original) not in self.seen:
+            self.seen[id(original)] = self._tensor(name, array), original, array
+        return self.seen[id(original)][0]
+
+    def _tensor(self, name: str, given: Any) -> NkiTensor:
+        """Return a tensor in HBM for an array or an ArraySpec."""
+        kind, raw = dtypes.find(given.dtype), None
         if kind is None or kind.item_bytes == 8:
             raise KernelArgumentError(
-                f"argument {name!r} is {array.dtype}; NKI has "
-                f"{nearest(array.dtype, sorted(dtypes.ALL))}; convert it first"
+                f"argument {name!r} is {given.dtype}; NKI has "
+                f"{nearest(given.dtype, sorted(dtypes.ALL))}; convert it first"
             )
-        if array.size == 0:
-            raise KernelArgumentError(f"argument {name!r} has shape {array.shape}, which is empty")
-        shape = tuple(int(s) for s in array.shape) or (1,)
-        raw = None
+        shape = tuple(int(s) for s in given.shape) or (1,)
+        if 0 in shape:
+            raise KernelArgumentError(f"argument {name!r} has shape {shape}, which is empty")
         if self.machine.data:
-            raw = np.array(array, order="C").reshape(-1).view(np.uint8)
-        tensor = input_tensor(self.machine, name, shape, kind, raw, self.region)
-        self.seen[id(original)] = tensor, original, array
-        return tensor
+            if isinstance(given, ArraySpec):
+                raise KernelArgumentError(
+                    f'argument {name!r} is an ArraySpec; only mode="timing" takes shapes for arrays'
+                )
+            raw = np.array(given, order="C").reshape(-1).view(np.uint8)
+        return input_tensor(self.machine, name, shape, kind, raw, self.region)
 
     def write_back(self, machines: list[Machine]) -> None:
         """Copy what the kernel wrote into its inputs back into the caller's arrays."""
