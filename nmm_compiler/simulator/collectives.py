@@ -213,10 +213,12 @@ def reduce_scatter(
     count, reduce = len(ranks), _reduction(op)
     dim = _dimension(call, (0,), count)
 
-    def combine(parts: list[np.ndarray], place: int) -> np.ndarray:
-        return np.split(reduce(parts, place), count, axis=dim)[place]
-
-    yield from _exchange(call, ranks, combine, grown=(dim, Fraction(1, count)))
+    yield from _exchange(
+        call,
+        ranks,
+        lambda parts, place: np.split(reduce(parts, place), count, axis=dim)[place],
+        grown=(dim, Fraction(1, count)),
+    )
 
 
 @_moving()
@@ -273,14 +275,11 @@ def collective_permute(
     return _permute(srcs, dsts, [ranks], targets.get(machine.rank), priority, name)
 
 
-def _predecessor(parts: list[np.ndarray], place: int) -> np.ndarray:
-    return parts[place - 1]
-
-
 @_moving(op="collective_permute_implicit")
 def _turn(call: Call, srcs: Any, dsts: Any, replica_group: Any, priority: Any) -> Steps:
     """Send to the ring's successor, receive from the predecessor."""
-    yield from _exchange(call, _begin(call, single=True), _predecessor)
+    ranks = _begin(call, single=True)
+    yield from _exchange(call, ranks, lambda parts, place: parts[place - 1])
 
 
 @_reducing(
@@ -296,10 +295,12 @@ def _turn_and_reduce(
     shapes = [[t.shape for t in tensors] for tensors in (srcs, others)]
     call.need(shapes[0] == shapes[1], "both sources must have one shape")
 
-    def combine(parts: list[np.ndarray], place: int) -> np.ndarray:
-        return reduce(parts[2 * (place - 1) :][:2], place)
-
-    yield from _exchange(call, ranks, combine, others=(others,))
+    yield from _exchange(
+        call,
+        ranks,
+        lambda parts, place: reduce(parts[2 * (place - 1) :][:2], place),
+        others=(others,),
+    )
 
 
 def _channels(op: str, given: Any, *tensors: Any) -> list[tuple[Any, ...]]:

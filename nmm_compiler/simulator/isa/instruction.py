@@ -158,7 +158,6 @@ class instruction:  # noqa: N801 - a decorator, written as one
         self.checks = inspect.isgeneratorfunction(body)
         parameters = list(inspect.signature(body).parameters.values())[1:]
         self.defaults = {p.name: p.default for p in parameters}
-        self.required = frozenset(p.name for p in parameters if p.default is p.empty)
         if self.named:
             kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
             parameters.append(inspect.Parameter("name", kind, default=None))
@@ -204,7 +203,7 @@ class instruction:  # noqa: N801 - a decorator, written as one
             known = machine.outcomes.get(key)
         except TypeError:  # an argument that cannot be hashed, such as a register
             key = known = None
-        if known is None and (lost or not self.required <= values.keys() <= self.defaults.keys()):
+        if known is None:
             try:
                 self.signature.bind_partial(**named)  # a misspelled name, before what it leaves out
                 self.signature.bind(*given, **named)

@@ -140,10 +140,7 @@ def nc_matmul(
     if turns:
         put(dst, moved, product=True)
     else:
-        if double:
-            a, b = a.reshape(2 * k, m), b.reshape(2 * k, n)
-        elif a.ndim != 2 or b.ndim != 2:
-            a, b = a.reshape(k, m), b.reshape(k, n)
+        a, b = a.reshape(-1, m), b.reshape(-1, n)
         # one term is not summed: -0.0 stays -0.0
         accumulate_product(machine, dst, a.T * b if len(a) == 1 else a.T @ b, accumulate)
 

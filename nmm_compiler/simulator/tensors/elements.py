@@ -49,9 +49,9 @@ def positions(view: NkiTensor) -> tuple[np.ndarray, np.ndarray]:
     if index.kind == "columns":
         return _column_positions(view, starts), valid
     if index.kind == "scalar":
-        starts += _scalar_index(index.index) * index.step
+        starts += _numbers(view) * index.step
     else:
-        starts = view.offset + _row_indices(view) * index.step
+        starts = view.offset + _numbers(view) * index.step
     low, high = starts + inner.min(), starts + inner.max()
     storage, item = view.storage, view.dtype.item_bytes
     valid = (low >= 0) & (high < storage.raw.size // item)
@@ -63,21 +63,17 @@ def positions(view: NkiTensor) -> tuple[np.ndarray, np.ndarray]:
     return table, valid
 
 
-def _scalar_index(index: Any) -> int:
+def _numbers(view: NkiTensor) -> np.ndarray:
+    """Return the index of the view, or that of each row, column by column of the index tensor."""
+    index, rows, what = view.indirection.index, 1, "a runtime address"
     if isinstance(index, VirtualRegister):
-        return index.read()
-    values = index.load("a runtime address")
-    index.need(values.size == 1, f"a scalar offset tensor has {values.size} elements, not 1")
-    return int(values.reshape(-1)[0])
-
-
-def _row_indices(view: NkiTensor) -> np.ndarray:
-    """Return the index of each row, column by column of the index tensor."""
-    rows, index = view.shape[0], view.indirection.index.load("a row index")
-    flat = index.reshape(-1) if index.shape[-1] == 1 else index.reshape(index.shape[0], -1).T
-    flat = flat.reshape(-1)[:rows].astype(np.int64)
-    view.need(flat.size == rows, f"vector_offset has {flat.size} indices for {rows} rows")
-    return np.asarray(flat)
+        return np.asarray([index.read()])
+    if view.indirection.kind == "vector":
+        rows, what = view.shape[0], "a row index"
+    values = index.load(what)
+    flat = values.reshape(len(values), -1).T.reshape(-1)
+    view.need(flat.size >= rows, f"{what}: {flat.size} indices for {rows} rows")
+    return np.asarray(flat[:rows].astype(np.int64))
 
 
 def _column_positions(view: NkiTensor, starts: np.ndarray) -> np.ndarray:
@@ -103,15 +99,11 @@ def _column_positions(view: NkiTensor, starts: np.ndarray) -> np.ndarray:
 def _check_valid(view: NkiTensor, valid: np.ndarray, skip: bool) -> None:
     if skip or valid.all():
         return
-    index = view.indirection.index
-    row = int(np.argmin(valid))
-    shown: Any = ""
-    if not isinstance(index, VirtualRegister):
-        values = index.array().reshape(-1)
-        shown = f" {int(values[min(row, values.size - 1)])}"
+    row, numbers = int(np.argmin(valid)), _numbers(view)
+    number = numbers[min(row, len(numbers) - 1)]
     raise current().error(
         OutOfBoundsError,
-        f"runtime index{shown} of row {row} leaves tensor {view.name!r} {view.storage.shape}; "
+        f"runtime index {number} of row {row} leaves tensor {view.name!r} {view.storage.shape}; "
         "keep indices inside, or pass oob_mode=nisa.oob_mode.skip",
     )
 

@@ -356,15 +356,11 @@ class NkiTensor(NKIObject):
         self.need(direct, f"{what} of an indirect tensor", UnsupportedInstructionError)
         old, new = self.dtype.item_bytes, kind.item_bytes
         outer, total, start = self.geometry.dims[:-1], self.shape[-1] * old, self.offset * old
+        places = total, start, *(stride * old for _, stride in outer)
         self.need(
-            old == new or self.strides[-1] == 1 or self.shape[-1] == 1,
-            f"{what}: the last dimension must be contiguous",
-        )
-        self.need(
-            not any(
-                place % new for place in (total, start, *(stride * old for _, stride in outer))
-            ),
-            f"{what}: its bytes do not divide into elements of {new} B",
+            (old == new or self.strides[-1] == 1 or self.shape[-1] == 1)
+            and not any(place % new for place in places),
+            f"{what}: the last dimension must be contiguous, and divide into elements of {new} B",
         )
         last = self.geometry.dims[-1] if old == new else (total // new, 1)
         dims = (*((n, s * old // new) for n, s in outer), last)
@@ -383,9 +379,8 @@ class NkiTensor(NKIObject):
         if form in machine.target.absent_forms:
             machine.rule(OperandError, f"{form} needs trn3, the target is {machine.target.name}")
         count = index.size if num_elem is None else num_elem
-        row = self.strides[0]
         chosen = Indirection("columns", 1, index, self.strides[-1], self.free_size)
-        return self.over(((self.shape[0], row), (count, 1)), index=chosen)
+        return self.over((self.geometry.dims[0], (count, 1)), index=chosen)
 
     # Whole dimensions: only shapes and strides change; what strides cannot express is refused
 
