@@ -56,6 +56,8 @@ from nmm_compiler.simulator.trace import Instruction
 Attributes = dict[str, Any]
 Arguments = dict[str, Any]
 Steps = Iterator[Attributes]
+Outcome = tuple[str, Attributes, int]
+"""What a call came to: its engine, its attributes, and its kind as of `Instruction`."""
 P = ParamSpec("P")
 
 _NUMBERS = int, float, np.number, VirtualRegister
@@ -67,20 +69,6 @@ MEMBERS: dict[str, type[Enum]] = {kind.__name__: kind for kind in enums.Member._
 """The enumeration of each parameter that takes a member of one."""
 INSTRUCTIONS: dict[str, Any] = {}
 """Every instruction of nki.isa by its name: a function with its `row`."""
-
-
-@dataclasses.dataclass(slots=True)
-class Outcome:
-    """What a call came to. kind: as of `Instruction`.
-
-    reads, writes: the roles of the operands.
-    """
-
-    engine: str
-    attributes: Attributes
-    reads: list[str]
-    writes: list[str]
-    kind: int = 0
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -215,11 +203,13 @@ class instruction:  # noqa: N801 - a decorator, written as one
             machine.turn.note(self.op, tuple({**self.defaults, **values}.values()))
         if known is None or machine.data:
             return self._run(machine, {**self.defaults, **values}, name, key, known)
+        engine, attributes, kind = known
+        reads, writes = map(values.get, self.reads), map(values.get, self.writes)
         return machine.record(
-            self.op, known.engine,
-            tuple([values[role]._access or values[role].access() for role in known.reads]),
-            tuple([values[role]._access or values[role].access() for role in known.writes]),
-            known.attributes, name, known.kind,
+            self.op, engine,
+            tuple([v._access or v.access() for v in reads if v.__class__ is NkiTensor]),
+            tuple([v._access or v.access() for v in writes if v.__class__ is NkiTensor]),
+            attributes, name, kind,
         )  # fmt: skip
 
     def key_of(self, values: Arguments) -> tuple[Any, ...] | None:
@@ -263,19 +253,15 @@ class instruction:  # noqa: N801 - a decorator, written as one
         attributes = {} if steps is None else next(steps)
         if known is None:
             self._finish(call)
-            reads, writes = (
-                [role for role, _ in call.tensors(part)] for part in (self.reads, self.writes)
-            )
-            known = Outcome(call.engine, attributes, reads, writes)
+            known = call.engine, attributes, 0
             if key is not None and warned == machine.warned:
                 if len(machine.outcomes) >= _KEPT:
                     machine.outcomes.clear()
-                known.kind = next(_KINDS)
-                machine.outcomes[key] = known
+                known = machine.outcomes[key] = call.engine, attributes, next(_KINDS)
+        engine, _, kind = known
         record = machine.record(
-            self.op, known.engine, tuple(call.reads), tuple(call.writes), attributes, name,
-            known.kind,
-        )  # fmt: skip
+            self.op, engine, tuple(call.reads), tuple(call.writes), attributes, name, kind
+        )
         if steps is not None and (machine.data or self.waits):
             next(steps, None)
         elif machine.data:
