@@ -7,12 +7,12 @@ reads and writes, plus the on-chip allocations. It holds no data, so a trace mad
 
 from __future__ import annotations
 
-import dataclasses
 import math
+from dataclasses import dataclass, field
 from typing import Any
 
 
-@dataclasses.dataclass(slots=True)
+@dataclass(slots=True)
 class Access:
     """One operand region of one instruction.
 
@@ -35,7 +35,7 @@ class Access:
     pattern: tuple[tuple[int, int], ...]
     dtype: str
     item_bytes: int
-    dense: bool = dataclasses.field(default=False, repr=False, compare=False)
+    dense: bool = field(default=False, repr=False, compare=False)
 
     @property
     def partitions(self) -> int:
@@ -53,7 +53,7 @@ class Access:
         return next((s for s, n in reversed(self.pattern) if n > 1), self.item_bytes)
 
 
-@dataclasses.dataclass(slots=True)
+@dataclass(slots=True)
 class Instruction:
     """One executed instruction.
 
@@ -77,8 +77,8 @@ class Instruction:
     line: int
     name: str = ""
     after: tuple[Instruction, ...] = ()
-    kind: int = dataclasses.field(default=0, repr=False, compare=False)
-    index: int = dataclasses.field(default=-1, repr=False, compare=False)
+    kind: int = field(default=0, repr=False, compare=False)
+    index: int = field(default=-1, repr=False, compare=False)
 
     @property
     def operands(self) -> tuple[Access, ...]:
@@ -91,7 +91,7 @@ class Instruction:
         return self
 
 
-@dataclasses.dataclass(slots=True)
+@dataclass(slots=True)
 class Allocation:
     """One tensor: HBM, or on chip with its live range in instruction indices.
 
@@ -113,7 +113,7 @@ class Allocation:
     last_write: int = -1
 
 
-@dataclasses.dataclass(slots=True)
+@dataclass(slots=True)
 class Trace:
     """A whole run of one program (one core).
 
@@ -128,17 +128,17 @@ class Trace:
     awaited: storages of right operands of Beta 1's nl.matmul, where that transposes the left one.
     """
 
-    instructions: list[Instruction] = dataclasses.field(default_factory=list)
-    allocations: dict[int, Allocation] = dataclasses.field(default_factory=dict)
+    instructions: list[Instruction] = field(default_factory=list)
+    allocations: dict[int, Allocation] = field(default_factory=dict)
     program_id: int = 0
     sbuf_peak_bytes: int = 0
     psum_peak_banks: int = 0
-    ordered: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-    iterations: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-    loop_edges: list[int] = dataclasses.field(default_factory=list)
-    turns: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-    made_in_turns: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
-    awaited: set[int] = dataclasses.field(default_factory=set)
+    ordered: list[tuple[int, int]] = field(default_factory=list)
+    iterations: list[tuple[int, int]] = field(default_factory=list)
+    loop_edges: list[int] = field(default_factory=list)
+    turns: list[tuple[int, int]] = field(default_factory=list)
+    made_in_turns: list[tuple[int, int, int]] = field(default_factory=list)
+    awaited: set[int] = field(default_factory=set)
 
     @property
     def program_instructions(self) -> int:

@@ -14,11 +14,11 @@ only warns, and calls with runtime addresses are never remembered.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Concatenate, ParamSpec
 
@@ -66,12 +66,12 @@ _SEQUENCES = tuple, list
 _KINDS = itertools.count(1)
 _KEPT = 100_000
 MEMBERS: dict[str, type[Enum]] = {kind.__name__: kind for kind in enums.Member.__subclasses__()}
-"""The enumeration of each parameter that takes a member of one."""
+"""The enumerations by their names, which parameters that take a member of one have, too."""
 INSTRUCTIONS: dict[str, Any] = {}
 """Every instruction of nki.isa by its name: a function with its `row`."""
 
 
-@dataclasses.dataclass(kw_only=True)
+@dataclass(kw_only=True)
 class instruction:  # noqa: N801 - a decorator, written as one
     """The decorator of an instruction; its fields are the instruction's row.
 
@@ -114,18 +114,18 @@ class instruction:  # noqa: N801 - a decorator, written as one
     op: str = ""
     operands: str = "->"
     memory: tuple[str, ...] = ON_CHIP
-    memories: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    numbers: Mapping[str, frozenset[str]] = dataclasses.field(default_factory=dict)
+    memories: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    numbers: Mapping[str, frozenset[str]] = field(default_factory=dict)
     constants: tuple[str, ...] = ()
     unset: tuple[str, ...] = ()
-    limits: Mapping[str, range] = dataclasses.field(default_factory=dict)
+    limits: Mapping[str, range] = field(default_factory=dict)
     streams: Sequence[str] = ""
-    dtypes: Mapping[str, frozenset[str]] = dataclasses.field(default_factory=dict)
-    ranks: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    dtypes: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    ranks: Mapping[str, int] = field(default_factory=dict)
     same_dtype: Sequence[str] = ""
     pair: Sequence[str] = ""
-    operators: Mapping[str, Takes] = dataclasses.field(default_factory=dict)
-    integers: Mapping[str, range] = dataclasses.field(default_factory=dict)
+    operators: Mapping[str, Takes] = field(default_factory=dict)
+    integers: Mapping[str, range] = field(default_factory=dict)
     commands: Sequence[str] = ""
     first_value: str = ""
     indirect: Sequence[str] = ""
@@ -133,7 +133,7 @@ class instruction:  # noqa: N801 - a decorator, written as one
     lists: Sequence[str] = ""
     exchanges: bool = False
     packed: bool = False
-    flows: Mapping[str, Flow] = dataclasses.field(default_factory=dict)
+    flows: Mapping[str, Flow] = field(default_factory=dict)
     compares: bool = False
     waits: bool = False
     named: bool = True

@@ -13,7 +13,7 @@ from nmm_compiler.simulator.isa import (
     reductions,
     tensor_engine,
 )
-from nmm_compiler.simulator.isa.instruction import INSTRUCTIONS
+from nmm_compiler.simulator.isa.instruction import INSTRUCTIONS, MEMBERS
 from nmm_compiler.simulator.tensors.registers import VirtualRegister
 from nmm_compiler.simulator.trace import Instruction
 
@@ -22,10 +22,7 @@ FAMILIES = (
 )  # fmt: skip
 """The files of instructions; loading them fills INSTRUCTIONS."""
 
-ENUMS = (
-    "engine", "reduce_cmd", "dge_mode", "oob_mode", "matmul_perf_mode", "nc_version", "dma_engine",
-)  # fmt: skip
-CONSTANTS: dict[str, Any] = {name: getattr(enums, name) for name in ENUMS}
+CONSTANTS: dict[str, Any] = {**MEMBERS, "nc_version": enums.nc_version}
 CYCLES = {op: issue.row.cycles for op, issue in INSTRUCTIONS.items()}
 NAMES: dict[str, Any] = {
     **INSTRUCTIONS,

@@ -150,8 +150,8 @@ def operand(call: Call, role: str, view: Any, memories: tuple[str, ...]) -> Acce
 
 def check_dtype(call: Call, role: str, view: NkiTensor, allowed: frozenset[str]) -> None:
     """Check that the operand is of an allowed dtype."""
-    if view.dtype not in allowed:
-        call.should(False, f"{role} is {view.dtype}; use {' or '.join(sorted(allowed))}")
+    says = f"{role} is {view.dtype}; use {' or '.join(sorted(allowed))}"
+    call.should(view.dtype in allowed, says)
 
 
 def member(call: Call, role: str, given: Any, members: type[Enum]) -> Enum:

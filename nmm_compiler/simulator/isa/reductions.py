@@ -53,14 +53,9 @@ def last_axes(shape: tuple[int, ...], given: Iterable[int]) -> tuple[int, ...]:
 
 def _reduce(function: Op, values: np.ndarray) -> np.ndarray:
     """Reduce the last axis of [P, kept, reduced]."""
-    if function.name.startswith("logical"):
-        return np.asarray(function.reduce.reduce(values != 0, axis=-1)).astype(F32)
-    if function.name == "subtract":
-        first, rest = values[..., 0], values[..., 1:]
-        return np.asarray(first - rest.sum(axis=-1, dtype=F32))
     if function.name == "average":
         return np.asarray(values.mean(axis=-1, dtype=F32))
-    return np.asarray(function.reduce.reduce(values, axis=-1))
+    return np.asarray(function.reduce.reduce(values, axis=-1), dtype=values.dtype)
 
 
 @instruction(
