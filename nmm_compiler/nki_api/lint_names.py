@@ -53,7 +53,7 @@ class Names:
     """Resolves the names of one parsed file; see the module's docstring.
 
     package: a prefix that names are known without, such as "neuronxcc.".
-    kernel_nodes: every node of kernel code once, without annotations and decorators.
+    kernel_nodes: the nodes of kernel code, without annotations and decorators.
     """
 
     def __init__(self, tree: ast.Module, package: str = "") -> None:
@@ -66,10 +66,7 @@ class Names:
         functions = (node for node in self.nodes if isinstance(node, _FUNCTIONS))
         self.kernel_code = self.reached([*self.kernels, *filter(self._calls_nki, functions)])
         self.kernel_nodes = [
-            node
-            for function in self.kernel_code
-            if not any(around in self.kernel_code for around in self.above(function))
-            for node in in_order(function, nested=True)
+            node for function in self.kernel_code for node in in_order(function, nested=True)
         ]
 
     def lookup(self, name: str, scope: Scope) -> list[Binding]:

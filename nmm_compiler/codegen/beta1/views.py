@@ -213,28 +213,28 @@ class Scope:
 
     def _step(self, view: View, how: str, arguments: Sequence[ast.expr]) -> View:
         if how == "reshape_dim" and len(elements(arguments[1])) == 2:
-            return view.split(self._constant(arguments[0]), elements(arguments[1]))
+            return view.split(_constant(arguments[0]), elements(arguments[1]))
         if how == "permute":
-            return view.permuted([self._constant(place) for place in elements(arguments[0])])
+            return view.permuted([_constant(place) for place in elements(arguments[0])])
         if how == "select":
             indices: list[Any] = [ast.Slice(ast.Constant(0), axis.size) for axis in view.axes]
-            indices[self._constant(arguments[0])] = arguments[1]
+            indices[_constant(arguments[0])] = arguments[1]
             return view.at(indices)
         reshaped = view.reshaped(elements(arguments[0])) if how == "reshape" else None
         if reshaped is not None:
             return reshaped
         if how == "broadcast":
             sizes = [axis.size for axis in view.axes]
-            sizes[self._constant(arguments[0])] = arguments[1]
+            sizes[_constant(arguments[0])] = arguments[1]
             return dataclasses.replace(view, spread=ast.Tuple(sizes, ast.Load()))
         raise no_beta1_form(f"the view .{how}({', '.join(map(text, arguments))})")
 
-    def _constant(self, node: ast.expr) -> int:
-        value = self.values.get(node.id) if isinstance(node, ast.Name) else node
-        found = number(value)
-        if found is None:
-            raise no_beta1_form(f"a view along dimension {text(node)}, which is no constant")
-        return found
+
+def _constant(node: ast.expr) -> int:
+    found = number(node)
+    if found is None:
+        raise no_beta1_form(f"a view along dimension {text(node)}, which is no constant")
+    return found
 
 
 _COMPARISONS: dict[str, Any] = {

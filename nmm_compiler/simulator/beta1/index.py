@@ -8,6 +8,8 @@ a box. `affine` and `box_of` find either in the array, and refuse an array that 
 
 from __future__ import annotations
 
+import itertools
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,6 +70,20 @@ class Affine(NamedTuple):
             self.const + sum(end for end in ends if end > 0),
         )
 
+    def leaves(self, size: int) -> bool:
+        """Return whether some value is no place in a dimension of this size."""
+        low, high = self.bounds()
+        return low < 0 or high >= size
+
+
+def common_shape(*shapes: Shape) -> Shape:
+    """Return the shape that shapes of indices broadcast to."""
+    try:
+        return np.broadcast_shapes(*shapes)
+    except ValueError:
+        shown = " and ".join(map(str, shapes))
+        raise current().error(OperandError, f"index shapes {shown} do not broadcast") from None
+
 
 class _Lazy(np.ndarray):
     """An array that the compiler knows as an expression only."""
@@ -79,13 +95,7 @@ class _Lazy(np.ndarray):
         name, others = ufunc.__name__, [v for v in inputs if not isinstance(v, (_Lazy, np.bool_))]
         if method != "__call__" or options or None in map(whole, others):
             return NotImplemented
-        shapes = [np.shape(v) for v in inputs]
-        try:
-            shape = np.broadcast_shapes(*shapes)
-        except ValueError:
-            raise current().error(
-                OperandError, f"index shapes {shapes[0]} and {shapes[1]} do not broadcast"
-            ) from None
+        shape = common_shape(*map(np.shape, inputs))
         found = ufunc(*(_varying(v) if isinstance(v, _Lazy) else v for v in inputs))
         if any(isinstance(v, Mask) for v in inputs):
             return _of_masks(name, inputs, np.broadcast_to(found, shape))
@@ -184,26 +194,22 @@ def box_of(mask: Any, shape: Shape) -> Part:
     holds = _varying(mask)
     if "not_equal" in (operator for operator, _, _ in mask.terms):
         raise _unsupported("a mask with `!=`, which leaves no box; use `<` or `>`")
-    if holds.all() or not holds.any():
-        return bool(holds.all())
-    while holds.ndim > len(shape) and holds.shape[-1] == 1:
-        holds = holds[..., 0]
+    places = np.argwhere(holds)
+    if len(places) in (0, holds.size):
+        return len(places) > 0
     # the axes of a mask are those of the tile; what is left out is a block of size 1, or free
-    holds = holds.reshape(holds.shape + (1,) * (len(shape) - holds.ndim))
-    sizes: Shape = holds.shape
-    if len(sizes) > len(shape) or any(n not in (1, m) for n, m in zip(sizes, shape, strict=True)):
+    sizes = (*holds.shape, *(1,) * (len(shape) - holds.ndim))
+    if any(n not in (1, m) for n, m in itertools.zip_longest(sizes, shape, fillvalue=1)):
         raise _unsupported(f"a mask of shape {mask.shape} for a tile of shape {shape}")
-    axes = range(holds.ndim)
-    rows = [np.flatnonzero(holds.any(axis=tuple(a for a in axes if a != axis))) for axis in axes]
-    spans = [(int(row[0]), int(row[-1]) + 1) for row in rows]
-    if not holds[tuple(slice(*span) for span in spans)].all():
+    starts, stops = places.min(axis=0).tolist(), (places.max(axis=0) + 1).tolist()
+    spans = list(zip(starts, stops, strict=True))
+    if math.prod(stop - start for start, stop in spans) != len(places):
         raise _unsupported(
             f"a mask over {sum(size > 1 for size in sizes)} axes at once, which is no box; "
             "compare one index at a time, or use nisa.affine_select"
         )
     return tuple(
-        (0, size) if have == 1 else span
-        for have, size, span in zip(sizes, shape, spans, strict=True)
+        (0, m) if n == 1 else spans[d] for d, (n, m) in enumerate(zip(sizes, shape, strict=False))
     )
 
 

@@ -112,11 +112,6 @@ def _created(
     kind, (sizes, par) = kind_of(dtype), _shape(shape)
     allocator = buffer if isinstance(buffer, Allocator) else None
     region = allocator.region if allocator else sbuf if buffer is None else buffer
-    if not isinstance(region, MemoryRegion):
-        raise fail(
-            UnsupportedInstructionError,
-            f"buffer={buffer!r}; use nl.sbuf, nl.psum, nl.hbm, nl.private_hbm or nl.shared_hbm",
-        )
     session().flush()
     if base.is_hbm(region):
         if value is None:

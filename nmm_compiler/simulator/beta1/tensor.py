@@ -16,6 +16,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ from nmm_compiler.simulator.beta1.index import (
     affine,
     box_of,
     common_part,
+    common_shape,
     full_key,
     mgrid,
 )
@@ -168,25 +170,10 @@ class Tensor:
 
     # Attributes that a kernel may read
 
-    @property
-    def dtype(self) -> Any:
-        """The NumPy dtype."""
-        return numpy_dtype(self.kind)
-
-    @property
-    def ndim(self) -> int:
-        """Number of dimensions."""
-        return len(self.shape)
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of one element."""
-        return self.kind.item_bytes
-
-    @property
-    def buffer(self) -> Any:
-        """The memory region."""
-        return self.tile(False).buffer
+    dtype = property(lambda self: numpy_dtype(self.kind), doc="The NumPy dtype.")
+    ndim = property(lambda self: len(self.shape), doc="Number of dimensions.")
+    itemsize = property(attrgetter("kind.item_bytes"), doc="Bytes of one element.")
+    buffer = property(lambda self: self.tile(False).buffer, doc="The memory region.")
 
     @property
     def name(self) -> str:
@@ -303,11 +290,8 @@ class Tensor:
         for dim, line in enumerate(lines):
             if line.tile is not None:
                 choice = _chosen(self, dim, line.tile, choice)
-        rank = max(len(line.shape) for line in lines)
-        lines = [line.aligned(rank) for line in lines]
-        shape = tuple(map(max, *(line.shape for line in lines), (1,) * rank))
-        if any(n != m != 1 for line in lines for m, n in zip(line.shape, shape, strict=True)):
-            raise fail(OperandError, f"index shapes of {self!r} do not broadcast")
+        shape = common_shape(*(line.shape for line in lines))
+        lines = [line.aligned(len(shape)) for line in lines]
         if on_chip and (
             lines[0].steps[0] not in (0, 1)
             or any(lines[0].steps[1:])
@@ -318,16 +302,14 @@ class Tensor:
                 f"an index of {self!r} whose first axis is not its partitions, in steps of 1; the "
                 "first axis of an index has to be the partitions, and only that",
             )
-        offset, strides = view.offset, (0,) * rank
-        outside: list[tuple[int, int, Affine]] = []
-        for dim, (line, size, stride) in enumerate(
-            zip(lines, view.shape, view.strides, strict=True)
-        ):
-            offset += line.const * stride
-            strides = tuple([s + n * stride for s, n in zip(strides, line.steps, strict=True)])
-            low, high = line.bounds()
-            if low < 0 or high >= size:
-                outside.append((dim, size, line))
+        steps = np.array([line.steps for line in lines], dtype=np.int64)
+        strides = tuple((np.array(view.strides) @ steps).tolist())
+        starts = [line.const * stride for line, stride in zip(lines, view.strides, strict=True)]
+        outside = tuple(
+            (dim, size, line)
+            for dim, (line, size) in enumerate(zip(lines, view.shape, strict=True))
+            if line.leaves(size)
+        )
         if choice is not view.indirection:
             while len(shape) > 2 and shape[-1] == 1:
                 shape, strides = shape[:-1], strides[:-1]
@@ -341,8 +323,8 @@ class Tensor:
                 OperandError,
                 f"one partition of {self!r} for {shape[0]}; broadcast it with .broadcast_to(shape)",
             )
-        part = view.over(tuple(zip(shape, strides, strict=True)), offset, choice)
-        return Tensor.of(part, tuple(outside))
+        dims = tuple(zip(shape, strides, strict=True))
+        return Tensor.of(view.over(dims, view.offset + sum(starts), choice), outside)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         assign(self[key], value)

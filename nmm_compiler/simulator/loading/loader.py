@@ -209,11 +209,9 @@ class Rebuilder:
         """Return the stand-in's member or function of the same name, or None."""
         name = getattr(value, "name", None) or getattr(value, "__name__", None)
         for names in map(vars, standins.MODULES.values()):
-            members = getattr(names.get(type(value).__name__), "__members__", {})
-            if hasattr(type(value), "__members__") and name in members:
+            members = getattr(names.get(type(value).__name__), "__members__", names)
+            if name in members:
                 return members[name]
-            if isinstance(name, str) and not name.startswith("_") and name in names:
-                return names[name]
         return None
 
 
