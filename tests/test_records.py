@@ -132,7 +132,6 @@ def test_what_json_has_no_word_for_is_refused(value):
 def _records() -> list[type[Record]]:
     for module in pkgutil.walk_packages(nmm_compiler.__path__, "nmm_compiler."):
         template = ".kernels.pieces" in module.name or module.name.endswith(".kernel")
-        template = template and module.name != "nmm_compiler.cli.kernel"
         template = template or module.name.endswith("rungs")  # NKI code too
         if not template and not module.name.endswith("__main__"):
             importlib.import_module(module.name)

@@ -20,11 +20,9 @@ from typer.core import TyperCommand, TyperGroup
 
 from nmm_compiler.cli import (
     cache,
-    compress,
     demo,
     doctor,
-    kernel,
-    kernel_files,
+    kernels,
     on_models,
     values,
 )
@@ -55,7 +53,7 @@ class Command(Switches, TyperCommand):
         """Write the help; that of `kernel` lists the families, which nothing else loads."""
         if self.name == "kernel":
             argument: Any = next(one for one in self.params if one.name == "family")
-            argument.help, self.epilog = kernel.families_help()
+            argument.help, self.epilog = kernels.families_help()
         super().format_help(ctx, formatter)
 
 
@@ -122,13 +120,13 @@ app = _group(
     name="nmm",
 )
 for one in (
-    demo.demo, kernel.kernel, on_models.explain, on_models.plan, cache.build, compress.compress,
+    demo.demo, kernels.kernel, on_models.explain, on_models.plan, cache.build, on_models.compress,
 ):  # fmt: skip
     _add(app, one)
-_add(app, kernel_files.simulate, time_limit=15, memory_limit=4)
-_add(app, kernel_files.profile, time_limit=60, memory_limit=4)
-_add(app, kernel_files.lint, time_limit=60, memory_limit=2)
-_add(app, compress.evaluate, "eval")
+_add(app, kernels.simulate, time_limit=15, memory_limit=4)
+_add(app, kernels.profile, time_limit=60, memory_limit=4)
+_add(app, kernels.lint, time_limit=60, memory_limit=2)
+_add(app, on_models.evaluate, "eval")
 _add(app, on_models.export)
 _add(app, doctor.doctor)
 cache_group = _group(

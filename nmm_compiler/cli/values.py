@@ -37,8 +37,13 @@ MOST = 1 << 62
 Check = Callable[[str], Any]
 
 
-def refusing(check: Check) -> Check:
-    """Return a parser for typer that turns an error of the catalogue into one about the option."""
+def option(
+    check: Check, metavar: str, help_: str, *names: str, declare: Any = typer.Option, **more: Any
+) -> Any:
+    """Return an option whose value `check` returns, or refuses with an error of the catalogue.
+
+    declare: typer.Argument for an argument.
+    """
 
     def parse(value: Any) -> Any:
         try:
@@ -46,12 +51,7 @@ def refusing(check: Check) -> Check:
         except NmmError as error:
             raise typer.BadParameter(str(error)) from None
 
-    return parse
-
-
-def option(check: Check, metavar: str, help_: str, *names: str, **more: Any) -> Any:
-    """Return an option whose value `check` returns, or refuses with an error of the catalogue."""
-    return typer.Option(*names, help=help_, parser=refusing(check), metavar=metavar, **more)
+    return declare(*names, help=help_, parser=parse, metavar=metavar, **more)
 
 
 def listed(check: Check, metavar: str, help_: str) -> Any:
@@ -156,8 +156,8 @@ def model_argument(more: str = "", *, weights: bool = False, also: tuple[str, ..
 
     help_ = "DIRECTORY" if weights else "DIRECTORY, CONFIG.json, FILE.py:function"
     names = " or ".join(models.PACKAGED) if weights else "a public name such as llama-3.2-1b"
-    return typer.Argument(help=f"{help_}, {names}{more}", parser=refusing(check), metavar="MODEL",
-                          autocompletion=models.public_names)  # fmt: skip
+    return option(check, "MODEL", f"{help_}, {names}{more}", declare=typer.Argument,
+                  autocompletion=models.public_names)  # fmt: skip
 
 
 def families() -> list[str]:

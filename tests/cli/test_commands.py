@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from processes import ran
 
-from nmm_compiler.cli import compress, models
+from nmm_compiler.cli import models, on_models
 from nmm_compiler.errors import MissingPackageError
 
 SIZES = ("--m", "8", "--k", "64", "--r", "16", "--n", "64")
@@ -133,8 +133,8 @@ def test_eval_hands_its_words_to_lm_eval_and_ends_as_it_does(ends, nmm, tmp_path
         seen.append(command)
         return SimpleNamespace(returncode=ends)
 
-    monkeypatch.setattr(compress.subprocess, "run", run)
-    monkeypatch.setattr(compress.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(on_models.subprocess, "run", run)
+    monkeypatch.setattr(on_models.importlib.util, "find_spec", lambda name: name)
     words = ("--tasks", "arc_easy", "--limit", "2")
     assert "DIRECTORY with the weights" in nmm("eval", tmp_path, *words, code=2).err
     (tmp_path / "config.json").write_text("{}")

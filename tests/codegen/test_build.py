@@ -6,7 +6,7 @@ import shlex
 import pytest
 from kernels.judge import prove_right
 
-from nmm_compiler.cli.kernel import _of_linear, make_spec
+from nmm_compiler.cli.kernels import _of_linear, make_spec
 from nmm_compiler.codegen import build
 from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.codegen.choose import choose, on_device, rank

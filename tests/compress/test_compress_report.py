@@ -9,7 +9,7 @@ import torch
 from compress_models import stack, tokens
 from toy_models import llama
 
-from nmm_compiler.cli import compress as command
+from nmm_compiler.cli import on_models as command
 from nmm_compiler.errors import ModelError
 from nmm_compiler.lowrank_models.apply import compress
 from nmm_compiler.lowrank_models.report import CompressionReport
