@@ -38,7 +38,7 @@ from nmm_compiler.report.page import page, write_page
 from nmm_compiler.report.parts import Grid, Line, Part, Section
 from nmm_compiler.report.shown import Shown
 from nmm_compiler.report.text import as_text, counted
-from nmm_compiler.simulator.timing.profile_parts import (
+from nmm_compiler.simulator.timing.causes import (
     engine_table,
     listings,
     time_drawing,

@@ -32,9 +32,8 @@ from nmm_compiler.report.parts import Grid, Line, Part, Section
 from nmm_compiler.simulator.loading.loader import load_file
 from nmm_compiler.simulator.run import ArraySpec, simulate
 from nmm_compiler.simulator.tensors import dtypes
-from nmm_compiler.simulator.timing.causes import Share
+from nmm_compiler.simulator.timing.causes import Share, statement
 from nmm_compiler.simulator.timing.profile import Profile
-from nmm_compiler.simulator.timing.profile_parts import statement
 
 _LARGEST_ARRAY_BYTES = 1 << 40
 _SHORT_NAMES = {

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from nmm_compiler.cli.commands import app
 from nmm_compiler.lowrank_models.progress import steps
-from nmm_compiler.simulator.timing.profile_parts import statement
+from nmm_compiler.simulator.timing.causes import statement
 
 KERNEL = """
 import nki

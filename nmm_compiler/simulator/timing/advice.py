@@ -9,11 +9,12 @@ kernel can make completely (rows or issuing without cost) gives an upper bound, 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from nmm_compiler.records import Record
 from nmm_compiler.report.headline import not_told
+from nmm_compiler.report.parts import Grid, Line, Part
 from nmm_compiler.simulator.timing.causes import critical_path, waits
 from nmm_compiler.simulator.timing.costs import ENGINE_NAMES, dma_cost
 from nmm_compiler.simulator.timing.evidence import band_of
@@ -173,6 +174,21 @@ def _other_instructions(timeline: Timeline) -> Iterator[Advice]:
             at_most = remedy is _TURNED_OPERANDS  # nothing else takes no time at all
             lines = (i.line for i in chosen)
             yield _timed_again(timeline, seen, remedy, lines, at_most=at_most, trace=trace)
+
+
+def advice_table(advice: Sequence[Advice]) -> Part:
+    """Return the advice, the largest gain first."""
+    if not advice:
+        return Line("none of the changes that were tried saves half a percent", "note")
+    rows = [
+        (
+            f"{'<=' if a.at_most else '~'} {a.gain_us:.2f}",
+            line_numbers(a.lines) or "-",
+            f"{a.unsure}{a.seen}: {a.remedy}",
+        )
+        for a in advice
+    ]
+    return Grid.of(("saves us", "lines", "what"), rows, right=("saves us",))
 
 
 def line_numbers(lines: tuple[int, ...]) -> str:

@@ -19,8 +19,8 @@ from nmm_compiler.report.parts import Grid, Line, Part, Section
 from nmm_compiler.report.shown import Shown
 from nmm_compiler.report.text import counted
 from nmm_compiler.simulator.tensors.geometry import Pattern
-from nmm_compiler.simulator.timing import causes, profile_parts
-from nmm_compiler.simulator.timing.advice import Advice, advise
+from nmm_compiler.simulator.timing import causes
+from nmm_compiler.simulator.timing.advice import Advice, advice_table, advise
 from nmm_compiler.simulator.timing.causes import Step, critical_path
 from nmm_compiler.simulator.timing.chrome_trace import write_chrome_traces
 from nmm_compiler.simulator.timing.costs import tensor_dtype
@@ -184,7 +184,7 @@ class Profile(Shown, Record):
         """Return the summary and, where the timeline is still there, why engines wait."""
         if self._timeline is None:
             return [Line(self.summary())]
-        return [Line(self.summary()), profile_parts.engine_table(self._timeline)]
+        return [Line(self.summary()), causes.engine_table(self._timeline)]
 
     def parts(self, advice: Sequence[Advice] | None = None) -> list[Part]:
         """Return the figures, and where the time goes if the timeline is still there.
@@ -192,16 +192,23 @@ class Profile(Shown, Record):
         advice: of `advice()`, which takes about ten times as long as the timing.
         """
         parts: list[Part] = [Line(self.summary(), "headline"), self.figures()]
-        if self._timeline is None:
+        found = self._timeline
+        if found is None:
             return parts
-        return [*parts, *profile_parts.timeline_parts(self._timeline, advice)]
+        parts.append(Section("engines", (causes.engine_table(found),)))
+        if advice is not None:
+            title = "what would save time (each change timed again)"
+            parts.append(Section(title, (advice_table(advice),)))
+        for title, lines in (("lines", True), ("instructions", False)):
+            parts.append(Section(title, (causes.share_table(found, lines=lines),)))
+        return [*parts, causes.time_drawing(found)]
 
     def page_parts(self, advice: Sequence[Advice] | None = None) -> list[Part]:
         """Return `parts`, the critical path and the source lines with their time."""
         parts, found = self.parts(advice), self._timeline
         if found is not None:
-            parts.append(Section("critical path", (profile_parts.path_table(found),)))
-            parts.append(Section("source", tuple(profile_parts.listings(found))))
+            parts.append(Section("critical path", (causes.path_table(found),)))
+            parts.append(Section("source", tuple(causes.listings(found))))
         return parts
 
     def where(self) -> dict[str, object]:
