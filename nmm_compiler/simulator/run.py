@@ -50,9 +50,8 @@ from nmm_compiler.simulator.programs import Programs, Stopped
 from nmm_compiler.simulator.tensors.elements import poisoned_values
 from nmm_compiler.simulator.tensors.memory import check_capacity
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
-from nmm_compiler.simulator.timing.dependence import check_dependencies
 from nmm_compiler.simulator.timing.profile import Profile, profile_traces
-from nmm_compiler.simulator.timing.schedule import collector_held_off
+from nmm_compiler.simulator.timing.schedule import check_dependencies, collector_held_off
 from nmm_compiler.simulator.trace import Trace
 from nmm_compiler.targets import Target
 from nmm_compiler.targets import get as get_target

@@ -24,20 +24,17 @@ _WORTH_A_SWAP = 0.5  # assumed: a stall shorter than this part of an instruction
 class Slots:
     """One resource; `place` books the earliest free interval. Times in microseconds.
 
-    starts, stops: the gaps before `tail`, in order. A gap that ends too early is never looked at.
+    starts, stops: the gaps, in order. Nothing is booked from starts[-1] on.
     ended: by the time at which a booking lets go, what one that starts then waited for.
     """
 
     def __init__(self) -> None:
-        self.tail = 0.0
+        self.starts, self.stops = [0.0], [math.inf]
         self.ended: dict[float, Waited] = {}
-        self.starts: list[float] = []
-        self.stops: list[float] = []
 
     def later(self, shift: float) -> Slots:
         """Return a resource booked the same, only `shift` later."""
         twin = Slots()
-        twin.tail = self.tail + shift
         twin.starts = [start + shift for start in self.starts]
         twin.stops = [stop + shift for stop in self.stops]
         twin.ended = {
@@ -47,10 +44,15 @@ class Slots:
 
     def close(self, when: float) -> None:
         """Forbid bookings before `when`, in a gap or at the end."""
-        self.starts.clear()
-        self.stops.clear()
-        if when > self.tail:
-            self.tail = when
+        self.starts, self.stops = [max(when, self.starts[-1])], [math.inf]
+
+    def append(self, ready: float, duration: float) -> float:
+        """Book behind everything, not before `ready`; return the start."""
+        return self._take(-1, ready, duration)
+
+    def place(self, ready: float, duration: float) -> float:
+        """Book `duration` at the earliest time not before `ready`; return its start."""
+        return self._take(self._gap(ready, duration), ready, duration)
 
     def squeeze(self, ready: float, duration: float) -> float:
         """Book as `place` does, but in pieces if no gap is long enough; return the start.
@@ -59,80 +61,60 @@ class Slots:
         the difference. They are booked already, so the work takes the idle time before them, and
         only the rest lengthens the engine's time. A stall that nothing fills stays.
         """
-        starts, stops = self.starts, self.stops
-        if not stops or stops[-1] <= ready:
-            return self.append(ready, duration)
-        at = self._fill(ready, duration)
-        if at is not None:
-            return at
-        left = duration
-        while stops and left > 0.0 and stops[-1] > ready:
-            start, stop = starts[-1], stops[-1]
+        starts, stops, left = self.starts, self.stops, duration
+        index = self._gap(ready, duration)
+        if stops[index] < math.inf:
+            return self._take(index, ready, duration)
+        index %= len(stops)
+        while index and left > 0.0 and stops[index - 1] > ready:
+            index -= 1
+            start, stop = starts[index], stops[index]
             begin = start if start > ready else ready
             if stop - begin < duration * _WORTH_A_SWAP:
                 break
-            starts.pop()
-            stops.pop()
             if stop - begin > left:
                 begin = stop - left
             left -= stop - begin
+            stops[index] = begin
             if begin - start > _SMALLEST_GAP_US:
-                starts.append(start)
-                stops.append(begin)
                 break
+            del starts[index], stops[index]
         if left == duration:
             return self.append(ready, duration)
-        _, before, _ = self.ended.get(self.tail, AT_ONCE)
-        self.tail += max(left, 0.0)
-        at = self.tail - duration
+        _, before, _ = self.ended.get(starts[-1], AT_ONCE)
+        starts[-1] += max(left, 0.0)
+        at = starts[-1] - duration
         self.ended[at] = "engine", before, at
         return at
 
-    def place(self, ready: float, duration: float) -> float:
-        """Book `duration` at the earliest time not before `ready`; return its start."""
-        stops = self.stops
-        if stops and ready + duration <= stops[-1]:
-            at = self._fill(ready, duration)
-            if at is not None:
-                return at
-        return self.append(ready, duration)
-
-    def _fill(self, ready: float, duration: float) -> float | None:
-        """Book the earliest gap that is long enough, if there is one; return the start."""
+    def _gap(self, ready: float, duration: float) -> int:
+        """Return the first gap that is long enough."""
         starts, stops = self.starts, self.stops
-        for index in range(bisect.bisect_left(stops, ready + duration), len(stops)):
-            start = starts[index]
-            at = start if start > ready else ready
-            stop = stops[index]
-            end = at + duration
-            if end <= stop:
-                before, after = at - start > _SMALLEST_GAP_US, stop - end > _SMALLEST_GAP_US
-                if after:
-                    starts[index] = end
-                    if before:
-                        starts.insert(index, start)
-                        stops.insert(index, at)
-                        del starts[:-_GAPS_KEPT], stops[:-_GAPS_KEPT]
-                elif before:
-                    stops[index] = at
-                else:
-                    del starts[index], stops[index]
-                return at
-        return None
+        if ready >= starts[-1]:
+            return -1
+        index = bisect.bisect_left(stops, ready + duration)
+        while starts[index] > ready and starts[index] + duration > stops[index]:
+            index += 1
+        return index
 
-    def append(self, ready: float, duration: float) -> float:
-        """Book behind everything; what stays free before it is a gap."""
-        tail = self.tail
-        if ready > tail:
-            if ready - tail > _SMALLEST_GAP_US:
-                starts, stops = self.starts, self.stops
-                starts.append(tail)
-                stops.append(ready)
-                if len(starts) > _GAPS_KEPT:
-                    del starts[0], stops[0]
-            tail = ready
-        self.tail = tail + duration
-        return tail
+    def _take(self, index: int, ready: float, duration: float) -> float:
+        """Book the first part of a gap from `ready` on; what is left on both sides are gaps."""
+        starts, stops = self.starts, self.stops
+        start, stop = starts[index], stops[index]
+        at = start if start > ready else ready
+        end = at + duration
+        before, after = at - start > _SMALLEST_GAP_US, stop - end > _SMALLEST_GAP_US
+        if after:
+            starts[index] = end
+            if before:
+                starts[index:index] = [start]
+                stops[index:index] = [at]
+                del starts[: -_GAPS_KEPT - 1], stops[: -_GAPS_KEPT - 1]
+        elif before:
+            stops[index] = at
+        else:
+            del starts[index], stops[index]
+        return at
 
 
 class Pool:

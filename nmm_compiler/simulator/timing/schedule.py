@@ -28,6 +28,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
+from nmm_compiler.errors import HazardError
 from nmm_compiler.simulator.timing.compiler import awaited_tiles
 from nmm_compiler.simulator.timing.costs import (
     DMA,
@@ -299,7 +300,7 @@ class Scheduler:
         if work.table and work.table != self.table:
             # placed by the compiler as early as ScalarE is free, before the operands come
             load_us = target.activation_table_load_seconds * US
-            start = slots.place(max(slots.tail, self.floor), load_us)
+            start = slots.place(max(slots.starts[-1], self.floor), load_us)
             stop, before = start + load_us, slots.ended.get(start, AT_ONCE)
             load = Booking(index, "table", "scalar", start, stop, *before)
             slots.ended[stop] = "table", load, stop
@@ -325,14 +326,14 @@ class Scheduler:
         """Book a DMA, or put it off if it is a store that would keep its queue waiting."""
         queue, waiting, put_off = self.queues[dma.cost.queue], self.waiting, False
         if self.in_order[dma.index]:
-            if queue.tail > dma.ready:
-                dma.ready = queue.tail
-        elif dma.ready > queue.tail:
+            if queue.starts[-1] > dma.ready:
+                dma.ready = queue.starts[-1]
+        elif dma.ready > queue.starts[-1]:
             put_off = dma.cost.stores
         until = 0.0 if put_off else dma.ready
         while waiting:
             when, _, first = waiting[0]
-            if when > until and when > self.queues[first.cost.queue].tail:
+            if when > until and when > self.queues[first.cost.queue].starts[-1]:
                 break
             self._book(first)
         if not put_off:
@@ -515,7 +516,7 @@ class TensorClock:
         """
         interval = work.interval
         slots = self.slots
-        tail = slots.tail
+        tail = slots.starts[-1]
         begin = max(ready, self.sums.get(into, 0.0))
         fill = work.latency - interval
         ramp_us = self.ramp_us
@@ -532,9 +533,10 @@ class TensorClock:
                 interval = slow
                 self.ramp_done += interval
         begin = slots.append(begin, interval) if in_order else slots.squeeze(begin, interval)
-        if ramp_us and slots.tail > self.utilization_at:
+        tail = slots.starts[-1]
+        if ramp_us and tail > self.utilization_at:
             self.utilization = 1.0 - (1.0 - used) * math.exp(-interval / self.window)
-            self.utilization_at = slots.tail
+            self.utilization_at = tail
         free = begin + interval
         self.sums[into] = free if interval > self.fill_us else begin + self.fill_us
         return begin, free, free + fill
@@ -580,3 +582,52 @@ def _part(slots: Slots, issue: Booking, engine: int, ready: float, duration: flo
     part = Booking(issue.index, "dma engines", engine, start, start + duration, *waited)
     slots.ended[part.stop] = "dma engines", part, part.stop
     return part
+
+
+_OUT_OF_A_LOOP = (
+    "which is inside a loop on the device that it is not in; wait for an instruction of its own "
+    "loop, or outside of it"
+)
+_CYCLE = "which waits for it in turn, so that neither ever runs; remove one of the two"
+
+
+def check_dependencies(trace: Trace) -> None:
+    """Refuse a `depends_on` whose semaphore fires once a turn for one wait, or never."""
+    for place, consumer in enumerate(trace.instructions):
+        for producer in consumer.after:
+            source = producer.index
+            if any(a <= source < b and not a <= place < b for a, b in trace.turns):
+                why = _OUT_OF_A_LOOP
+            elif source >= place and _waits_for(trace.instructions, producer, consumer):
+                why = _CYCLE
+            else:
+                continue
+            raise HazardError(
+                f"nisa.{consumer.op} depends on nisa.{producer.op} (line {producer.line}), {why}",
+                consumer.file,
+                consumer.line,
+            )
+
+
+def _waits_for(instructions: list[Instruction], first: Instruction, wanted: Instruction) -> bool:
+    """Return whether `first` is `wanted`, or waits for it over `depends_on` and data."""
+    todo, seen = [first], {first.index}
+    while todo:
+        instruction = todo.pop()
+        if instruction is wanted:
+            return True
+        between = instructions[wanted.index : instruction.index]
+        awaited = [one for one in between if _shares_data(one, instruction)]
+        for producer in (*instruction.after, *awaited):
+            if producer.index not in seen:
+                seen.add(producer.index)
+                todo.append(producer)
+    return False
+
+
+def _shares_data(before: Instruction, after: Instruction) -> bool:
+    """Return whether two instructions touch one place, and one of them writes there."""
+    pairs = [(written, other) for written in before.writes for other in after.reads]
+    pairs += [(other, written) for other in before.operands
+              for written in after.writes]  # fmt: skip
+    return any(a.storage == b.storage and overlaps(a, b) for a, b in pairs)
