@@ -165,10 +165,7 @@ def built_or_found(
 ) -> tuple[Kernel, bool]:
     """Return what `build_kernel` returns, and whether this call built it."""
     ask = asked(spec, target, schedule, dialect=dialect, options=options)
-    key, chip, spoken, store = ask.key, ask.target, ask.dialect, ask.store
-    kernel = _held(key, store.get(key, remote=False))
-    if kernel is not None:
-        return kernel, False
+    key, chip, spoken = ask.key, ask.target, ask.dialect
     made: dict[str, Any] = {}
 
     def build() -> Mapping[str, str]:
@@ -183,12 +180,12 @@ def built_or_found(
         made.update(predicted=_run_timing(written).to_dict())
         return {SOURCE_FILE: source}
 
-    entry = store.get_or_build(
+    entry = ask.store.get_or_build(
         key, build, lambda: made, command=lambda: _command(spec, chip, spoken)
     )
-    kernel = _held(key, entry)
-    if kernel is not None:  # another thread was first
-        return kernel, bool(made)
+    held = _KERNELS.get(key.digest)
+    if held is not None and held[0] is entry:
+        return held[1], bool(made)
     family = FAMILIES[spec.family]
     kernel = Kernel(
         name=entry.meta["name"],
@@ -210,12 +207,6 @@ def built_or_found(
         _KERNELS.pop(next(iter(_KERNELS)), None)
     _KERNELS[key.digest] = (entry, kernel)
     return kernel, bool(made)
-
-
-def _held(key: Key, entry: Entry | None) -> Kernel | None:
-    """Return the kernel that this process has made from an entry of the cache."""
-    held = _KERNELS.get(key.digest)
-    return held[1] if held is not None and held[0] is entry else None
 
 
 class Asked(NamedTuple):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -80,7 +81,7 @@ Products = tuple[tuple["KernelSpec", ...], tuple["KernelSpec", ...]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class KernelSpec(Record):
+class KernelSpec(Record, ABC):
     """Base of the specs; subclasses add fields and override what is abstract here.
 
     lnc: physical cores of the logical core that runs the kernel, 1 or 2. Two share its work, as the
@@ -124,9 +125,9 @@ class KernelSpec(Record):
         made = super().to_dict().items()
         return {name: v for name, v in made if name not in self.rare or v != plain[name]}
 
+    @abstractmethod
     def splits(self) -> tuple[str, ...]:
         """Return the ways in which the cores can share the work; one core has the way ""."""
-        raise NotImplementedError
 
     def on_cores(self, lnc: int) -> Self:
         """Return the spec for so many physical cores; for one where they cannot share it."""
@@ -173,13 +174,13 @@ class KernelSpec(Record):
         """Return the operands of each rank, from those of the whole."""
         return (arrays,)
 
+    @abstractmethod
     def inputs(self) -> tuple[TensorSpec, ...]:
         """Return the positional operands of the kernel, as they are passed."""
-        raise NotImplementedError
 
+    @abstractmethod
     def outputs(self) -> tuple[TensorSpec, ...]:
         """Return the results of the kernel."""
-        raise NotImplementedError
 
     def result_layouts(self) -> tuple[str, ...]:
         """Return "row", tokens first, or "col" for each result."""
@@ -189,17 +190,17 @@ class KernelSpec(Record):
         """Return multiplications and additions of the matrix products (2 per term)."""
         return sum(self.flops_by_dtype().values())
 
+    @abstractmethod
     def flops_by_dtype(self) -> dict[str, int]:
         """Return the flops at the rate of each operand dtype."""
-        raise NotImplementedError
 
+    @abstractmethod
     def estimates(self, arrays: tuple[Array, ...], typical: bool) -> Iterable[Estimate]:
         """Return float64 values before they are rounded to the result's dtype, with their errors.
 
         typical: the errors are those of independent roundings, else bounds. Sums are in fp32, and
         what is kept between two products is rounded once.
         """
-        raise NotImplementedError
 
     def laid(self, made: Iterable[Any]) -> Any:
         """Return results [m, n] laid out as their kernel gives them."""
@@ -278,9 +279,9 @@ class KernelSpec(Record):
         memory = self.minimal_hbm_bytes() / target.memory_bytes_per_second
         return 1e6 * max(compute, memory) / self.lnc
 
+    @abstractmethod
     def short(self) -> str:
         """Return a name for tables and files: family, sizes, dtype."""
-        raise NotImplementedError
 
     @property
     def result_dtype(self) -> str:
@@ -315,7 +316,7 @@ def check_arrays(spec: KernelSpec, arrays: tuple[Array, ...]) -> None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Schedule(Record):
+class Schedule(Record, ABC):
     """Base of the schedules: what holds for a kernel without a loop over blocks of tokens.
 
     Subclasses have the axes, `sbuf_bytes`, `check` and `short`.
@@ -343,9 +344,9 @@ class Schedule(Record):
         """Return the parameters of the NKI function."""
         return {"spec": self.plan(spec), "schedule": self}
 
+    @abstractmethod
     def sbuf_bytes(self, spec: Any) -> dict[str, int]:
         """Return bytes per partition of each SBUF buffer."""
-        raise NotImplementedError
 
     def in_loop(self, spec: Any, target: Target) -> Self:
         """Return the schedule with its blocks in a loop on the device; itself without blocks."""
