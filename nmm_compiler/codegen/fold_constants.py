@@ -278,6 +278,11 @@ class Folder(Editor):
             value = self._field(node, ast.Attribute(node, field, ast.Load()))
             yield from self._leaves(value, inner)
 
+    def visit_Slice(self, node: ast.Slice) -> ast.Slice:
+        updated: ast.Slice = self.generic_visit(node)
+        whole = values.constant(self.value(updated.step)) == (True, 1)
+        return changed(updated, step=None) if whole else updated
+
     def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
         updated = self.generic_visit(node)
         neutral, commutes = _NEUTRAL.get(type(updated.op), (None, False))

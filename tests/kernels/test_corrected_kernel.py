@@ -108,6 +108,25 @@ def test_parts_of_v_meet_their_rows_of_p_where_tokens_are_stationary(rank, n, pa
     prove_right(build_kernel(spec, "trn3", schedule=rows))
 
 
+@pytest.mark.parametrize("rank", [32, 64])
+def test_q_k_and_v_of_an_8b_model_reach_0_8_of_the_roofline(rank):
+    sizes = {"k": 4096, "n": (4096, 1024, 1024), "rank": rank}
+    spec = CorrectedSpec(m=1, **sizes, weight="mxfp4", branch="fp8", norm="rms")
+    profile = build_kernel(spec, "trn3").profile()
+    assert profile.latency_us < profile.roofline_us / 0.8
+
+
+@pytest.mark.parametrize("weight", ["fp8", "mxfp4"])
+def test_the_only_row_is_stored_in_runs_with_its_bias_scales_and_residual(weight):
+    """Of several panels, each partition has neighbours of each of them."""
+    spec = CorrectedSpec(m=1, k=512, n=1280, bias=True, residual=True, weight=weight)
+    target = "trn3" if weight == "mxfp4" else "trn2"
+    every = (choice.schedule for choice in rank_schedules(spec, get(target)))
+    rows = next(one for one in every if one.turned and one.block == 1024)
+    assert rows.plan(spec.layer).linears[0].runs
+    prove_right(build_kernel(spec, target, schedule=rows))
+
+
 def test_h_is_there_until_a_plain_weight_behind_its_factors_has_read_it():
     """Of 14,336 features it fills half of SBUF beside the panels of down."""
     spec = CorrectedMLPSpec(m=128, k=4096, n=14336, rank=32, weight="fp8")

@@ -178,7 +178,8 @@ class ExpertsSchedule(Schedule):
         return dataclasses.replace(
             one, n=n, layout=layout, ahead=True, order=FOURS if fours else order,
             load="rows" if layout == "row" else self.w_load, block=columns, group=group, down=patch,
-            chunk=whole_blocks(one, chunk) if fours else chunk, spread=spec.mx and halved,
+            chunk=whole_blocks(one, chunk) if fours else chunk,
+            apart=4 if spec.mx and halved else 1,
             few_sums=few and first, parts=parts_of(one, columns, 128) if few and behind else 1,
         )  # fmt: skip
 

@@ -31,7 +31,7 @@ from ..pieces.project import project
 from ..pieces.records import Block, Ends, Left, Norm, Result
 from ..pieces.scales_and_biases import (
     load_columns,
-    load_spread,
+    load_numbers,
     product_scales,
     times,
 )
@@ -61,13 +61,11 @@ def linear(x, spec, schedule, **others):
     bias_sb = []
     scale_sb = []
     for y in spec.layers:
-        along = y.by_rows and not (spec.down.n > 0 and y.place < len(spec.linears))
         if y.bias != "":
             vector = own(others.get(y.bias), 0 if spec.split == "weights" else -1, core)
-            if along:
-                bias_sb.append(load_spread(vector, y.n, schedule.own_queue))
-            else:
-                bias_sb.append(load_columns(vector, y.n, 1, 0, 1, schedule.own_queue))
+            bias_sb.append(
+                load_numbers(vector, y.n, y.last.block, y.lies, schedule.own_queue)
+            )  # fmt: skip
         else:
             bias_sb.append(None)
         if spec.fp8:
@@ -76,7 +74,7 @@ def linear(x, spec, schedule, **others):
             scale_sb.append(
                 product_scales(
                     own(others.get(y.scaled.scale), 0 if halved else -1, core),
-                    others.get("x_scale"), y.n, spec.scales, not along, of_x,
+                    others.get("x_scale"), y.n, y.last.block, spec.scales, y.lies, of_x,
                     schedule.own_queue,
                 )
             )  # fmt: skip
@@ -85,7 +83,7 @@ def linear(x, spec, schedule, **others):
     if spec.branch_tiles > 0:
         every = others.get("branch_scale")
         numbers = every.shape[0] * every.shape[1]
-        branch_sb = load_columns(every.reshape((numbers,)), numbers, 1, 0, 1, schedule.own_queue)
+        branch_sb = load_columns(every.reshape((numbers,)), numbers, 1, 0, 1, "scalar")
     p_bias = []
     p_scale = []
     for factors in spec.pairs:
@@ -111,8 +109,9 @@ def linear(x, spec, schedule, **others):
         elif factors.scaled:
             p_scale.append(
                 product_scales(
-                    others.get(factors.u.scale), others.get("x_scale"), factors.u.n, spec.scales,
-                    True, spec.fp8_x and factors.place < len(spec.factors), schedule.own_queue,
+                    others.get(factors.u.scale), others.get("x_scale"), factors.u.n, 128,
+                    spec.scales, "columns", spec.fp8_x and factors.place < len(spec.factors),
+                    schedule.own_queue,
                 )
             )  # fmt: skip
             if factors.scale != 1.0:

@@ -44,7 +44,7 @@ class Weight(Record):
     load, how they get there; block, outputs in SBUF at a time; chunk, rows a load; group, tiles of
     outputs that are summed together; down, tiles of tokens that are, where the weight moves; ahead,
     a panel is loaded before the results of the one before it are stored; double_row, two tiles of
-    an fp8 contraction a pass; spread, a tile of outputs has every fourth of 512; parts, of the
+    an fp8 contraction a pass; apart, from one output of a tile to the next; parts, of the
     outputs of a panel, which lie on the partitions one behind another, so that more DMA engines
     load them; few_sums, its sums are several at once.
     """
@@ -63,7 +63,7 @@ class Weight(Record):
     down: int = 1
     ahead: bool = False
     double_row: bool = False
-    spread: bool = False
+    apart: int = 1
     parts: int = 1
     few_sums: bool = False
 
@@ -155,7 +155,8 @@ class Linear(Record):
 
     bias: the name of its operand. layout: "row" for tokens on the partitions, else outputs.
     place: among all linears of the kernel. cut: as of a weight, of the result. A schedule sets
-    turned, where the result comes by rows and its sums have outputs on the partitions.
+    where a result that comes by rows has sums with outputs on the partitions: turned, TensorE turns
+    them; runs, of one token, a partition has neighbours, which are stored as they lie.
     """
 
     n: int = 0
@@ -167,6 +168,7 @@ class Linear(Record):
     place: int = 0
     cut: int = -1
     turned: bool = False
+    runs: bool = False
 
     @property
     def op(self) -> str:
@@ -191,7 +193,12 @@ class Linear(Record):
     @property
     def by_rows(self) -> bool:
         """Whether tokens lie on the partitions in the sums."""
-        return self.rows and not self.turned
+        return self.rows and not (self.turned or self.runs)
+
+    @property
+    def lies(self) -> str:
+        """How the outputs of sums lie, for numbers that meet them: by "rows", "columns", "runs"."""
+        return "rows" if self.by_rows else "runs" if self.runs else "columns"
 
     @property
     def normed(self) -> bool:

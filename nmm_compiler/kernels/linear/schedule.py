@@ -19,6 +19,7 @@ from nmm_compiler.kernels.tiling import (
     LOADED,
     LOADS,
     ORDERS,
+    RUNS,
     by_tensor,
     chunk_rows,
     item_bytes,
@@ -103,8 +104,13 @@ class LinearSchedule(Schedule):
             for one in (linear.low_rank.u, linear.low_rank.v, linear.weight)
         )
         pair = dataclasses.replace(linear.low_rank, u=u, v=v)
+        made = dataclasses.replace(linear, weight=weight, low_rank=pair)
         turned = self.turned and linear.rows
-        return dataclasses.replace(linear, weight=weight, low_rank=pair, turned=turned)
+        # each part of v takes products of its own then, which more outputs wait for
+        few = made.last.parts == 1 or linear.n == 1024
+        alone = not layer.combine or linear.place == len(layer.linears)
+        runs = turned and alone and few and layer.m == 1 and linear.n % 128 == 0
+        return dataclasses.replace(made, turned=turned and not runs, runs=runs)
 
     def _arriving(self, weight: Weight, linear: Linear, layer: Layer) -> Weight:
         of_x, behind = layer.of_x(weight), layer.down.n > 0 and linear.place == len(layer.linears)
@@ -118,11 +124,12 @@ class LinearSchedule(Schedule):
         across = down if rows else tiles(tokens, 512)
         chunk = chunk_rows(weight.k, int(columns * size), self.load_bytes)
         fours = layer.mx and weight.name != linear.low_rank.v.name
-        spread = layer.mx and layer.down.n > 0 and not (first or behind)
+        apart = 4 if layer.mx and layer.down.n > 0 and not (first or behind) else 1
         few = layer.corrects(linear) and layer.m <= FEW and weight is not linear.weight
         few = few and (layer.mx or linear.low_rank.u.k > 384)
+        chunk = weight.k if few and weight.layout in RUNS else chunk
         narrow = few and not first
-        unit = 512 if spread or rows else 128
+        unit = 512 if apart == 4 or rows else 128
         # A sum takes its next product 203 ns behind the one before: of few tokens more sums fit
         # in between, and share a bank.
         share = 1 if first or rows or tokens >= 64 else 2 if layer.mx or layer.combine else 4
@@ -136,7 +143,7 @@ class LinearSchedule(Schedule):
             down=down,
             ahead=(self.ahead and not first) or (gathered and weight.name != linear.weight.name),
             double_row=self.double_row and of_x,
-            spread=spread,
+            apart=apart,
             few_sums=few and first and not self.double_row,
             parts=parts_of(weight, columns, unit) if narrow else 1,
         )
@@ -571,7 +578,7 @@ def work(layer: Layer, schedule: LinearSchedule) -> Work:
         if one.turned:
             done.matmuls.append((tiles(one.n, 128), layer.m))
             done.evictions.append((tiles(one.n, wide), wide))
-        elif one.rows:  # ones times the row of scales, and of biases, for all partitions
+        elif one.by_rows:  # ones times the row of scales, and of biases, for all partitions
             vectors = ((made.scales == "channel") + bool(one.bias)) * tiles(one.n, wide), wide
             done.matmuls.append(vectors)
             done.evictions.append(vectors)

@@ -75,7 +75,8 @@ def expand(
         if linear.n > linear.last.block:
             following = n0 + linear.last.block
             load_panels(panels, low_panels, linear, left, p_sb, following, at, others)
-        panel = Panel(n0, columns, linear.last.group, linear.last.down, columns, 0)
+        apart = columns // 128 if linear.runs else linear.last.apart
+        panel = Panel(n0, columns, linear.last.group, linear.last.down, apart, columns, 0)
         if linear.by_rows:
             make_rows(
                 result, dense, panels[place] if linear.weight.k > 0 else [], low,
@@ -87,10 +88,13 @@ def expand(
             )
             if result.has_residual and not linear.turned:
                 added = nl.ndarray(y_sb.shape, dtype=result.out.dtype, buffer=nl.sbuf)
-                load_rows(
-                    added, 0, Part(result.residual, n0, columns, at.m0, at.tokens),
-                    "strided_rows", columns,
-                )  # fmt: skip
+                if linear.runs:
+                    move(added, as_runs(result.residual, n0, columns), result.own_queue)
+                else:
+                    load_rows(
+                        added, 0, Part(result.residual, n0, columns, at.m0, at.tokens),
+                        "strided_rows", columns,
+                    )  # fmt: skip
             make_columns(
                 y_sb, dense, panels[place] if linear.weight.k > 0 else [], low,
                 low_panels[place] if linear.low_rank.r > 0 else [], panel, at, ending,
@@ -100,7 +104,18 @@ def expand(
             else:
                 if result.has_residual:
                     add_tiles(y_sb, added, columns)
-                store_tiles(result.out, y_sb, result.own_queue, n0, columns, at.m0, at.tokens)
+                if linear.runs:
+                    move(as_runs(result.out, n0, columns), y_sb, result.own_queue)
+                else:
+                    store_tiles(
+                        result.out, y_sb, result.own_queue, n0, columns, at.m0, at.tokens
+                    )  # fmt: skip
+
+
+def as_runs(row, n0, columns):
+    """Return outputs of the only row of a matrix in HBM, [128, tiles, 1]: a run a partition."""
+    runs = row[0:1, n0 : n0 + columns].reshape_dim(1, (128, columns // 128))
+    return runs.permute((1, 2, 0))
 
 
 def store_turned(result: Result, y_sb, n0, columns, core, cores, at: Block):
@@ -132,7 +147,7 @@ def store_one_turned(result: Result, y_sb, n0, at: Block):
         if result.has_residual:
             more = nl.ndarray((count, 128), dtype=result.out.dtype, buffer=nl.sbuf)
             lies = result.residual[at.m0, left : left + 128 * count]
-            nisa.dma_copy(dst=more, src=lies.reshape_dim(0, (count, 128)))
+            move(more, lies.reshape_dim(0, (count, 128)), result.own_queue)
             nisa.tensor_tensor(dst=rows_sb, data1=rows_sb, data2=more, op=nl.add)
         place = result.out[at.m0 : at.m0 + 1, left : left + 128 * count]
         move(place.reshape_dim(1, (count, 128)), rows_sb, result.own_queue)
@@ -144,7 +159,7 @@ def store_rows_turned(result: Result, y_sb, n0, columns, core, cores, at: Block)
     if result.has_residual:
         more = nl.ndarray((at.tokens, columns), dtype=result.out.dtype, buffer=nl.sbuf)
         lies = result.residual[at.m0 : at.m0 + at.tokens, n0 : n0 + columns]
-        nisa.dma_copy(dst=more, src=lies)
+        move(more, lies, result.own_queue)
     for n1 in range(0, columns, 512):
         width = min(512, columns - n1)
         turned = nl.ndarray((at.tokens, width), dtype=y_sb.dtype, buffer=nl.psum)
@@ -205,8 +220,10 @@ def combine(
             following = n0 + up.last.block
             load_panels(gate_panels, gate_low_panels, gate, left, p_sb, following, at, others)
             load_panels(up_panels, up_low_panels, up, loaded, p_sb, following, at, others)
-        gate_panel = Panel(n0, columns, gate.last.group, gate.last.down, columns, 0)
-        up_panel = Panel(n0, columns, up.last.group, up.last.down, columns, 0)
+        gate_panel = Panel(
+            n0, columns, gate.last.group, gate.last.down, gate.last.apart, columns, 0
+        )  # fmt: skip
+        up_panel = Panel(n0, columns, up.last.group, up.last.down, up.last.apart, columns, 0)
         if up.by_rows:
             active = nl.ndarray(
                 (128, (at.tokens + 127) // 128, columns), dtype=nl.float32, buffer=nl.sbuf

@@ -56,7 +56,7 @@ def add_groups(total, left, groups, numbers, weights, operands, core, m, spec):
             made = nl.ndarray((128, k_tiles, m), dtype=nl.float32, buffer=nl.sbuf)
             make_columns(
                 made, from_h, panel[0], from_q, panel[1],
-                Panel(k0, outputs, spec.group, 1, outputs, 0), at,
+                Panel(k0, outputs, spec.group, 1, 1, outputs, 0), at,
                 Epilogue(
                     down_scale, spec.scales, down_bias, spec.down_bias, "identity", nl.copy,
                     gates.broadcast(1, k_tiles), True, None, False,
@@ -101,7 +101,7 @@ def make_blocks(out, x, tokens, groups, operands, spec):
             make_rows(
                 Result(out, None, False, False, None, False),
                 from_h, panel[0], from_q, panel[1],
-                Panel(k0, outputs, spec.group, spec.patch, outputs, 0), Block(s * m, m, 0),
+                Panel(k0, outputs, spec.group, spec.patch, 1, outputs, 0), Block(s * m, m, 0),
                 Epilogue(
                     wide_scale, spec.scales, wide_bias, spec.down_bias, "identity", nl.copy,
                     None, False, None, False,
@@ -185,7 +185,9 @@ def make_h(ups, downs, left, groups, s, operands, core, spec):
         h_part = h_sb[0:128, n0 // 128 : n0 // 128 + tiles, 0:m]
         make_columns(
             active, from_x, panel[0], from_p, panel[2],
-            Panel(n0, columns, spec.group, 1, 2 * columns if joint else columns, 0), at,
+            Panel(
+                n0, columns, spec.group, 1, spec.up.apart, 2 * columns if joint else columns, 0
+            ), at,
             Epilogue(
                 scales[0], spec.scales, biases[0], spec.gate_up_bias,
                 "identity" if spec.clamped else spec.activation,
@@ -199,7 +201,7 @@ def make_h(ups, downs, left, groups, s, operands, core, spec):
         make_columns(
             linear, from_x, panel[1], from_p, panel[3],
             Panel(
-                n0, columns, spec.group, 1, 2 * columns if joint else columns,
+                n0, columns, spec.group, 1, spec.up.apart, 2 * columns if joint else columns,
                 columns if joint else 0,
             ), at,
             Epilogue(
@@ -227,7 +229,7 @@ def project_group(strip, chunks, plan: Plan, second: Plan, rank, at: Block, spec
     else:
         make_columns(
             p_sb, term, chunks, Term(Left(None, None, "none"), None, spec.nothing), [],
-            Panel(0, rank, spec.group, 1, rank, 0), at,
+            Panel(0, rank, spec.group, 1, 1, rank, 0), at,
             Epilogue(None, "", None, False, "identity", nl.copy, None, False, None, False),
         )  # fmt: skip
     return p_sb

@@ -192,6 +192,6 @@ def project_gathered(p_sb, left: Left, u, columns, mask, pair, at: Block, spec):
             p_sb[0:128, r0 // 128 : r0 // 128 + (wide + 127) // 128, 0 : at.tokens],
             Term(Left(left.strip, None, "none"), u, pair.u), parts,
             Term(Left(None, None, "none"), None, spec.nothing), [],
-            Panel(r0, wide, pair.u.group, 1, wide, 0), at,
+            Panel(r0, wide, pair.u.group, 1, 1, wide, 0), at,
             Epilogue(mask, "group", None, False, "identity", nl.copy, None, False, None, False),
         )  # fmt: skip

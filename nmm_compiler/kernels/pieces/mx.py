@@ -60,8 +60,8 @@ def quantize_tiles(data, scales, strip, count, tokens, columns, turn):
 def load_mx_chunk(term: Term, k0, n0, columns):
     """Return a chunk of a panel of an MX weight, data and scales, loaded.
 
-    Of a large one two tiles come first, then the scales: they have products before the others are
-    there.
+    Of a large one some tiles come first, then the scales, then a tile a load: each has products
+    before the next is there.
     """
     rows = min(term.plan.chunk, term.plan.k - k0)
     whole = rows // 512
@@ -70,7 +70,7 @@ def load_mx_chunk(term: Term, k0, n0, columns):
     # whole elements from one tile to the next
     width = size * columns + (columns + 3) // 4 * 4
     tile = nl.ndarray((128, (rows + 511) // 512, width), dtype=nl.uint8, buffer=nl.sbuf)
-    early = min(2, whole) if size * columns >= 2048 else whole
+    early = min(2 if size * columns < 4096 else 1, whole) if size * columns >= 2048 else whole
     load_tiles(tile, term, k0, n0, columns, 0, early)
     for group in range((rows + 2047) // 2048):
         deep = min(2048, rows - 2048 * group)
@@ -82,7 +82,8 @@ def load_mx_chunk(term: Term, k0, n0, columns):
         else:
             for quadrant in range(min(4, (deep + 127) // 128)):
                 load_scales(place, scales, quadrant, deep // 512, (deep % 512) // 128)
-    load_tiles(tile, term, k0, n0, columns, early, whole)
+    for late in range(early, whole):
+        load_tiles(tile, term, k0, n0, columns, late, late + 1)
     if rest > 0:
         first = k0 // 4 + 128 * whole
         data = term.weight[first : first + rest // 4, size * n0 : size * (n0 + columns)]
@@ -190,20 +191,17 @@ def sum_mx_rows(sums, tiles, term: Term, patch: Patch, at: Block):
 
 def add_parts(sums, w_sb, term: Term, panel: Panel, group: Group, tokens, begun):
     """Add p v of a group to its sums: each part of a panel by its own partitions."""
-    tiles = panel.columns // 128 // term.plan.parts
+    wide = panel.columns // term.plan.parts
+    count = min(128, wide // panel.apart)
     for i in range(group.count):
-        place = group.first + i
-        base = term.plan.k * (place // tiles)
-        at = place % tiles
-        if term.plan.spread:
-            w_tile = w_sb[
-                base : base + term.plan.k, 0, 512 * (at // 4) + at % 4 : 512 * (at // 4) + 512 : 4
-            ]
-        else:
-            w_tile = w_sb[base : base + term.plan.k, 0, 128 * at : 128 * at + 128]
-        nisa.nc_matmul(
-            dst=sums[i][0:128, 0:tokens],
-            stationary=w_tile,
-            moving=term.left.strip[base : base + term.plan.k, 0, 0:tokens],
-            accumulate=begun,
-        )
+        begin = (group.first + i) // panel.apart * panel.apart * 128
+        for o in range(0, 128, count):
+            first = begin + (group.first + i) % panel.apart + o * panel.apart
+            base = term.plan.k * (first // wide)
+            last = first % wide + panel.apart * (count - 1) + 1
+            nisa.nc_matmul(
+                dst=sums[i][o : o + count, 0:tokens],
+                stationary=w_sb[base : base + term.plan.k, 0, first % wide : last : panel.apart],
+                moving=term.left.strip[base : base + term.plan.k, 0, 0:tokens],
+                accumulate=begun,
+            )

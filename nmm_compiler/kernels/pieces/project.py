@@ -8,7 +8,7 @@ import nki.language as nl
 
 from .between_ranks import sum_strips
 from .records import Block, Ends, Epilogue, Left, Panel, Term
-from .sums import load_chunk, load_left, make_columns
+from .sums import load_chunk, make_columns
 from .two_cores import add_other_half, clear_tail, finish_sums, own
 
 
@@ -29,11 +29,11 @@ def project(p_sb, left: Left, stage, ends: Ends, at: Block, spec, others):
         for r0 in range(0, pair.u.n, pair.u.block):
             wide = min(pair.u.block, pair.u.n - r0)
             tile = pair.tile + r0 // 128
-            if pair.u.few_sums and at.tokens <= 128:
+            if pair.u.few_sums:
                 project_few(
                     made[0:128, tile : tile + (wide + 127) // 128, 0 : at.tokens],
                     Term(
-                        Left(left.strip, left.source, left.how if pair.place == 0 else "none"),
+                        Left(left.strip, None, "none"),
                         own(others.get(pair.u.name), pair.u.cut, at.core), pair.u,
                     ),
                     [], r0, wide, pair.v.parts, ends.p_scale[pair.place], pair.scales != "", at,
@@ -48,7 +48,7 @@ def project(p_sb, left: Left, stage, ends: Ends, at: Block, spec, others):
                     [],
                     Term(Left(None, None, "none"), None, spec.nothing),
                     [],
-                    Panel(r0, wide, pair.u.group, 1, wide, 0), at,
+                    Panel(r0, wide, pair.u.group, 1, 1, wide, 0), at,
                     Epilogue(
                         ends.p_scale[pair.place] if pair.scaled else pair.scale,
                         "" if stage.shared else pair.scales, ends.p_bias[pair.place],
@@ -89,20 +89,16 @@ def project(p_sb, left: Left, stage, ends: Ends, at: Block, spec, others):
 
 
 def project_few(p_sb, term: Term, chunks, r0, wide, times, scale, scaled, at: Block):
-    """Compute p^T of few tokens: up to four sums take turns, so that none waits for itself.
+    """Compute p^T of few tokens: four sums take turns, so that none waits for itself.
 
     chunks: of u, where they are loaded ahead. times: how often p^T is there, one behind another.
     scale: of each rank, where it is scaled.
     """
     for n1 in range(0, wide, 128):
         width = min(128, wide - n1)
-        sums = []
-        for _ in range(4):
-            sums.append(nl.ndarray((width, at.tokens), dtype=nl.float32, buffer=nl.psum))
+        sums = nl.ndarray((width, 4, at.tokens), dtype=nl.float32, buffer=nl.psum)
         for k0 in range(0, term.plan.k, term.plan.chunk):
             rows = min(term.plan.chunk, term.plan.k - k0)
-            if r0 + n1 == 0 and term.left.how != "none":
-                load_left(term, k0, at)
             if term.plan.ahead:
                 chunk = chunks[k0 // term.plan.chunk]
                 u_sb = chunk[0:128, 0 : chunk.shape[1], n1 : n1 + width]
@@ -113,22 +109,18 @@ def project_few(p_sb, term: Term, chunks, r0, wide, times, scale, scaled, at: Bl
                 parts = min(128, (rows - 512 * (kt // 4)) // 4 if fours else rows - 128 * kt)
                 tile = k0 // 128 + kt
                 nisa.nc_matmul(
-                    dst=sums[tile % 4],
+                    dst=sums[0:width, tile % 4, 0 : at.tokens],
                     stationary=u_sb[0:parts, kt, 0:width],
                     moving=term.left.strip[0:parts, tile, 0 : at.tokens],
                     accumulate=tile >= 4,
                 )
-        first = nl.ndarray((width, at.tokens), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.tensor_copy(dst=first, src=sums[0])
-        for j in range(1, 3):
-            nisa.tensor_tensor(dst=first, data1=first, data2=sums[j], op=nl.add)
-        if scaled:
-            nisa.tensor_tensor(dst=first, data1=first, data2=sums[3], op=nl.add)
-            place = (r0 + n1) // 128
-            own_scale = scale[0:width, place : place + 1]
+        total = nl.ndarray((width, at.tokens), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_reduce(dst=total, op=nl.add, data=sums.permute((0, 2, 1)), axis=2)
         for i in range(times):
             last = p_sb[width * i : width * i + width, n1 // 128, 0 : at.tokens]
             if scaled:
-                nisa.tensor_scalar(dst=last, data=first, op0=nl.multiply, operand0=own_scale)
+                place = (r0 + n1) // 128
+                own_scale = scale[0:width, place : place + 1]
+                nisa.tensor_scalar(dst=last, data=total, op0=nl.multiply, operand0=own_scale)
             else:
-                nisa.tensor_tensor(dst=last, data1=first, data2=sums[3], op=nl.add)
+                nisa.tensor_copy(dst=last, src=total)

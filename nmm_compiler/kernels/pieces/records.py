@@ -46,7 +46,6 @@ class Plan(nl.NKIObject):
 
     k: int
     mx_bytes: int
-    spread: bool
     parts: int
     order: str
     load: str
@@ -78,14 +77,16 @@ class Panel(nl.NKIObject):
     """The outputs n0 to n0 + columns of products; group tiles of them, and down tiles of tokens
     where they lie on the partitions, are summed together.
 
-    loaded, before: the columns of a chunk of an MX weight, and those before the panel's: where
-    others were loaded with them.
+    apart: from an output of a tile to the next, so that a partition has as many neighbours. loaded,
+    before: the columns of a chunk of an MX weight, and those before the panel's: where others were
+    loaded with them.
     """
 
     n0: int
     columns: int
     group: int
     down: int
+    apart: int
     loaded: int
     before: int
 

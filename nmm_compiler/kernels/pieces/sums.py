@@ -7,7 +7,7 @@ tile of its own, so that its last read frees its memory; the first sums of a pan
 import nki.isa as nisa
 import nki.language as nl
 
-from .loads_and_stores import finish_columns, finish_rows, load, move
+from .loads_and_stores import evict, finish_columns, finish_rows, load, move
 from .mx import add_parts, load_mx_chunk, move_scales, sum_mx_rows
 from .records import Block, Epilogue, Group, Panel, Part, Patch, Result, Step, Term
 
@@ -34,12 +34,10 @@ def load_parts(term: Term, n0, columns):
     wide = columns // term.plan.parts
     tile = nl.ndarray((128, 1, wide), dtype=term.weight.dtype, buffer=nl.sbuf)
     panel = term.weight[0 : term.plan.k, n0 : n0 + columns]
-    nisa.dma_copy(
-        dst=tile[0 : term.plan.parts * term.plan.k, 0, 0:wide],
-        src=panel.reshape_dim(1, (term.plan.parts, wide)).permute((1, 0, 2)),
-        dge_mode=nisa.dge_mode.hwdge,
-        engine=nisa.engine.scalar,
-    )
+    move(
+        tile[0 : term.plan.parts * term.plan.k, 0, 0:wide],
+        panel.reshape_dim(1, (term.plan.parts, wide)).permute((1, 0, 2)), "scalar",
+    )  # fmt: skip
     return tile
 
 
@@ -68,10 +66,13 @@ def make_columns(
     """Compute a panel of y^T into dst, [128, tiles, tokens]: outputs on the partitions."""
     m_tiles = (at.tokens + 511) // 512
     m_step = ((at.tokens + m_tiles - 1) // m_tiles + 15) // 16 * 16
-    spread = first.plan.spread or second.plan.spread
-    n_tiles = (panel.columns + 511) // 512 * 4 if spread else (panel.columns + 127) // 128
+    block = 128 * panel.apart
+    n_tiles = (panel.columns + block - 1) // block * panel.apart
     wide = min(512, at.tokens)
     per_bank = min(panel.group, 512 // wide) if wide < 64 else 1
+    bare = epilogue.scales == "" and not epilogue.has_bias and epilogue.activation == "identity"
+    bare = bare and not epilogue.gated and not epilogue.normed
+    joint = bare and at.tokens == 1 and per_bank == panel.group and panel.columns % block == 0
     for n1 in range(0, n_tiles, panel.group):
         count = min(panel.group, n_tiles - n1)
         part = Group(n1, count)
@@ -89,11 +90,12 @@ def make_columns(
             sum_columns(sums, second_tiles, second, panel, part, at, False)
         if first.plan.k > 0:
             sum_columns(sums, first_tiles, first, panel, part, at, second.plan.k > 0)
-        for i in range(count):
-            if spread:
-                width = min(128, (panel.columns - 512 * ((n1 + i) // 4)) // 4)
-            else:
-                width = min(128, panel.columns - 128 * (n1 + i))
+        if joint:
+            # one copy for the sums of a bank, which end nearly together
+            evict(dst[0:128, n1 : n1 + count, 0], bank[0:128, 0:count], n1 // panel.group)
+        for i in range(0 if joint else count):
+            behind = panel.columns - (n1 + i) // panel.apart * block
+            width = min(128, behind // panel.apart)
             for mt in range(m_tiles):
                 ms = m_step * mt
                 mw = min(m_step, at.tokens - ms)
@@ -150,39 +152,26 @@ def add_columns(
     m_tiles = (tokens + 511) // 512
     m_step = ((tokens + m_tiles - 1) // m_tiles + 15) // 16 * 16
     for i in range(group.count):
-        if term.plan.spread:
-            # every fourth of 512 outputs
-            begin = 512 * ((group.first + i) // 4)
-            first = begin + (group.first + i) % 4
-            width = min(128, (panel.columns - begin) // 4)
-        else:
-            first = 128 * (group.first + i)
-            width = min(128, panel.columns - first)
+        begin = (group.first + i) // panel.apart * panel.apart * 128
+        first = begin + (group.first + i) % panel.apart
+        width = min(128, (panel.columns - begin) // panel.apart)
+        last = first + panel.apart * (width - 1) + 1
         for mt in range(m_tiles):
             ms = m_step * mt
             mw = min(m_step, tokens - ms)
             if term.plan.mx_bytes > 0:
-                apart = 4 if term.plan.spread else 1
-                last = first + apart * (width - 1) + 1
                 nisa.nc_matmul_mx(
                     dst=sums[i * m_tiles + mt][0:width, 0:mw],
-                    stationary=w_sb[0 : step.rows, 0, first:last:apart],
+                    stationary=w_sb[0 : step.rows, 0, first : last : panel.apart],
                     moving=term.left.strip[0 : step.rows, step.tile, ms : ms + mw],
-                    stationary_scale=scales[0 : step.rows - 28, first:last:apart],
+                    stationary_scale=scales[0 : step.rows - 28, first : last : panel.apart],
                     moving_scale=term.left.left_scales[0 : step.rows, step.tile, ms : ms + mw],
-                    accumulate=begun or step.tile > 0,
-                )
-            elif term.plan.spread:
-                nisa.nc_matmul(
-                    dst=sums[i * m_tiles + mt][0:width, 0:mw],
-                    stationary=w_sb[0 : step.rows, step.kt, first : first + 4 * width - 3 : 4],
-                    moving=term.left.strip[0 : step.rows, step.tile, ms : ms + mw],
                     accumulate=begun or step.tile > 0,
                 )
             elif step.deep == 2:
                 nisa.nc_matmul(
                     dst=sums[i * m_tiles + mt][0:width, 0:mw],
-                    stationary=w_sb[0:128, step.kt : step.kt + 2, first : first + width],
+                    stationary=w_sb[0:128, step.kt : step.kt + 2, first : last : panel.apart],
                     moving=term.left.strip[0:128, step.tile : step.tile + 2, ms : ms + mw],
                     accumulate=begun or step.tile > 0,
                     perf_mode=nisa.matmul_perf_mode.double_row,
@@ -190,7 +179,7 @@ def add_columns(
             else:
                 nisa.nc_matmul(
                     dst=sums[i * m_tiles + mt][0:width, 0:mw],
-                    stationary=w_sb[0 : step.rows, step.kt, first : first + width],
+                    stationary=w_sb[0 : step.rows, step.kt, first : last : panel.apart],
                     moving=term.left.strip[0 : step.rows, step.tile, ms : ms + mw],
                     accumulate=begun or step.tile > 0,
                 )
