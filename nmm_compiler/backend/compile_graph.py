@@ -259,7 +259,6 @@ def rewrite(work: Compilation) -> fx.GraphModule:
         return work.gm
     with work.tried("no pictures of the graph"):
         work.said["pictures"] = tuple(graph_parts(work.gm, rewritten, found))
-    _carry_over(work.gm, rewritten)
     executor = executor_name(work.options)
     for node in _calls_of_matches(rewritten):
         node.kwargs = {**node.kwargs, "executor": executor}
@@ -299,17 +298,6 @@ def _verified_at_first_call(result: Any, compiled: Callable[..., Any]) -> Callab
         return compiled(*inputs)
 
     return call
-
-
-def _carry_over(old: fx.GraphModule, new: fx.GraphModule) -> None:
-    """Copy the attributes that Dynamo set on the module and on its placeholders."""
-    for name, value in vars(old).items():
-        if name not in vars(new):
-            setattr(new, name, value)
-    before, after = ([n for n in g.graph.nodes if n.op == "placeholder"] for g in (old, new))
-    for source, copy in zip(before, after, strict=True):
-        if hasattr(source, "_dynamo_source"):
-            copy._dynamo_source = source._dynamo_source
 
 
 def _match_line(match: Any) -> str:

@@ -600,8 +600,8 @@ def rule_order(options: Options, rules: Sequence[Rule | str] | None) -> tuple[Ru
 
 
 def copy_graph(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
-    """Return a module with a copy of the graph, which shares parameters and submodules, and the
-    copy of each node.
+    """Return a module with a copy of the graph, which shares parameters, submodules and what else
+    was set on the module, and the copy of each node.
 
     `recompile` writes its code, after the passes; or when it is first called, in a module of
     Dynamo's class, which the copy keeps.
@@ -609,24 +609,30 @@ def copy_graph(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx
     graph = fx.Graph(tracer_cls=getattr(module.graph, "_tracer_cls", None))
     new: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
-        copy = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
+        copy: Any = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
         # Set afterwards, since `create_node` searches all arguments for a reason to warn.
         if node.args:
             copy.args = fx.map_arg(node.args, new.__getitem__)
         if node.kwargs:
             copy.kwargs = fx.map_arg(node.kwargs, new.__getitem__)
+        if hasattr(node, "_dynamo_source"):
+            copy._dynamo_source = node._dynamo_source
         copy.meta.update(node.meta)
         new[node] = copy
     graph._codegen = module.graph._codegen
+    # Setting a module's graph compiles its code, which the passes do once at their end. So the
+    # module is made for a graph with only its tensors and modules, and then gets the copy.
+    held = fx.Graph()
+    for node in graph.nodes:
+        if node.op in ("get_attr", "call_module"):
+            held.get_attr(str(node.target))
     given = type(module).__mro__[1]  # a GraphModule has a class of its own, below this one
     plain = given.__init__ is fx.GraphModule.__init__  # type: ignore[misc]
     kind = given if plain else fx.GraphModule
-    # Making a module of a graph compiles its code, which the passes do once at their end.
-    copied: fx.GraphModule = kind(module, fx.Graph(), class_name=type(module).__name__)
-    for name, held in vars(module).items():
-        own = vars(copied).setdefault(name, held)
-        if name in ("_modules", "_parameters", "_buffers", "meta"):
-            own.update(held)
+    copied: fx.GraphModule = kind(module, held, class_name=type(module).__name__)
+    copied.meta = dict(module.meta)
+    for name, value in vars(module).items():
+        vars(copied).setdefault(name, value)
     copied._graph = graph
     graph.owning_module = copied
     return copied, new
