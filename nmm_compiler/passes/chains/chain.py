@@ -7,11 +7,11 @@ walks from a product's data operand to the product that made it, through views a
 that a kernel can absorb: numbers, vectors, diagonals, biases. It returns a refusal for any other
 step.
 
-`read_chain` joins two products with such steps between; `read_with_function` allows an activation
-or a norm there, `read_summed_chain` the sum over devices of a chain cut by rows. `trace_end` walks
-from a node to the product before its steps and activation, and `ended` adds these to the chain
-there. `read_projection` reads a value as a projection of some x, a chain or one dense product, for
-the rules of groups (LoRA, gated MLP), and `same_tokens` says whether two read the same x alike.
+`read_chain` joins two products with such steps between; `read_with_function` allows an activation,
+a norm, or the sum over devices of a chain cut by rows there. `trace_end` walks from a node to the
+product before its steps and activation, and `ended` adds these to the chain there.
+`read_projection` reads a value as a projection of some x, a chain or one dense product, for the
+rules of groups (LoRA, gated MLP), and `same_tokens` says whether two read the same x alike.
 `safety` refuses chains that must not move.
 """
 
@@ -28,7 +28,7 @@ import torch
 from torch import fx
 
 from nmm_compiler.kernels.base import ACTIVATIONS
-from nmm_compiler.passes.chains.safety import Refusal, part_of_one, too_wide
+from nmm_compiler.passes.chains.safety import Refusal, covered, operands, part_of_one, too_wide
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import (
     Activation,
@@ -83,7 +83,6 @@ class Stage:
     weight: Weight
     out_dims: Dims
     tokens: dict[int, Size]
-    nodes: frozenset[fx.Node]
 
 
 def path_nodes(c: Canonical, key: Key) -> frozenset[fx.Node]:
@@ -155,8 +154,7 @@ def read_stage(
         tuple((parts[label],) if label in parts else () for label in labels)
         for parts, labels in ((of_x, x_labels), (of_result, form.out_labels))
     )
-    nodes = frozenset({owner_of(key)}) | path_nodes(c, w) | c.helpers.get(key, frozenset())
-    return Stage(key, x, x_dims, weight, out_dims, tokens, nodes)
+    return Stage(key, x, x_dims, weight, out_dims, tokens)
 
 
 def is_whole_feature(atoms: views.Dim, size: int) -> bool:
@@ -214,13 +212,12 @@ def _blocked(c: Canonical, form: Form, key: Key) -> Refusal:
 
 @dataclass(frozen=True)
 class Walk:
-    """The position of `trace_back`: a base, its dimensions over those of the start, the steps so
-    far, last first, and the nodes behind it."""
+    """The position of `trace_back`: a base, its dimensions over those of the start, and the steps
+    so far, last first."""
 
     key: Key
     dims: Dims
-    steps: tuple[Step, ...]
-    nodes: frozenset[fx.Node]
+    steps: tuple[Step, ...] = ()
     activation: str = "identity"
     addend: tuple[Key, float] | None = None
 
@@ -232,9 +229,7 @@ class Walk:
         moved = _moved((*self.steps, *steps), inner)
         if dims is None or moved is None:
             return None
-        nodes = self.nodes | {owner_of(self.key)} | c.helpers.get(self.key, frozenset())
-        nodes |= path_nodes(c, value)
-        return dataclasses.replace(self, key=base, dims=dims, steps=moved, nodes=nodes)
+        return dataclasses.replace(self, key=base, dims=dims, steps=moved)
 
 
 def _moved(steps: Sequence[Step], inner: Dims) -> tuple[Step, ...] | None:
@@ -250,8 +245,7 @@ Trace = tuple[Walk, Product] | tuple[Walk, Refusal]
 
 def trace_back(c: Canonical, start: Key) -> Trace:
     """Walk from a value to the product that made it."""
-    base, dims = c.base(start)
-    return trace_on(c, Walk(base, dims, (), path_nodes(c, start)))
+    return trace_on(c, Walk(*c.base(start)))
 
 
 _WIDER = {(torch.float32, torch.bfloat16), (torch.float32, torch.float16)}
@@ -335,7 +329,6 @@ class Chain:
     middle: tuple[Step, ...]
     out: Key
     out_dims: Dims
-    nodes: frozenset[fx.Node]
     after: tuple[Step, ...] = ()
     activation: str = "identity"
     base: Stage | None = None
@@ -401,7 +394,8 @@ class Chain:
     def operands(self) -> list[Key]:
         """Return the values that the kernel reads, and what stays outside of it."""
         parts = (self, *self.more)
-        keys = [part.first.x for part in parts] + self.weights
+        stages = [part.first for part in parts] + ([self.base] if self.base else [])
+        keys = [stage.x for stage in stages] + self.weights
         keys += [s.key for p in parts for s in p.steps if s.key is not None]
         keys += [self.inner.gain] if self.inner and self.inner.gain is not None else []
         return keys + ([self.addend[0]] if self.addend else [])
@@ -444,11 +438,12 @@ def read_chain(c: Canonical, key: Key, form: Product, inputs: bool) -> Chain | R
         if isinstance(inner, Refusal):
             refusal = _worth_telling(c, walk, second, inner) or refusal
             continue
-        made = any(c.is_weight(key) or owner_of(key) in c.derived for key in (inner.lhs, inner.rhs))
-        if not (inputs or made):
-            mixed = _tokens_mixed(c, inner, second, walk.key)
-            refusal = mixed or _first_is_given(c, inner, second) or refusal
-            continue  # as in attention
+        made = any(c.is_weight(key) or owner_of(key) in c.derived for key in operands(inner))
+        if not (inputs or made):  # as in attention
+            mixed = Refusal("shape", "a product of two activations between the products", walk.key)
+            told = _worth_telling(c, walk, second, mixed)
+            refusal = told or _first_is_given(c, inner, second) or refusal
+            continue
         found = join_stages(c, second, walk, inner, computed=inputs)
         if isinstance(found, Chain):
             if inputs and part_of_one(found.first.x) is not None:
@@ -509,7 +504,7 @@ def _worth_telling(c: Canonical, walk: Walk, second: Stage, why: Refusal) -> Ref
 
 def _behind(c: Canonical, key: Key) -> list[Key]:
     """Return the activations that a step computes from, through getitems of several results."""
-    found = list(_operands(c, key, c.forms[key]))
+    found = operands(c.forms[key])
     parts = [k for k in found if isinstance(k, fx.Node) and k in c.views and c.shape(k) is None]
     found += [source for part in parts for source in part.all_input_nodes]  # split, chunk
     return [k for k in found if k in c.views and c.shape(k) is not None and not c.is_weight(k)]
@@ -529,19 +524,6 @@ def _saves(shape: tuple[Size, ...], second: Stage) -> bool:
     return any(max(second.weight.k, inner) * (k + n) < k * n for inner, k in widths)
 
 
-def _tokens_mixed(c: Canonical, inner: Product, second: Stage, at: Key) -> Refusal | None:
-    """Name a product of two activations between two products that are low-rank."""
-    for side in (inner.lhs, inner.rhs):
-        form = trace_back(c, side)[1]
-        if isinstance(form, Product) and is_low(c, form, second):
-            return Refusal(
-                "shape",
-                "a product of two activations between the products",
-                at,
-            )
-    return None
-
-
 def _first_is_given(c: Canonical, inner: Product, second: Stage) -> Refusal | None:
     """Name a first factor that is an input of the graph, beside a stored second one."""
     for key in (inner.rhs, inner.lhs):
@@ -550,12 +532,6 @@ def _first_is_given(c: Canonical, inner: Product, second: Stage) -> Refusal | No
         if base in c.input_matrices and second.weight.k in shape and _saves(shape, second):
             return _given(key)
     return None
-
-
-def _operands(c: Canonical, key: Key, form: Form) -> Sequence[Key]:
-    given = [getattr(form, name, None) for name in ("value", "factor", "a", "b")]
-    read = [key for key in given if isinstance(key, (fx.Node, Virtual))]
-    return read or ([] if isinstance(key, Virtual) else key.all_input_nodes)
 
 
 def join_stages(
@@ -607,8 +583,7 @@ def join_stages(
     if odd is not None:
         why = "a constant between the products varies along tokens"
         return Refusal("between", why, odd.key or walk.key)
-    nodes = walk.nodes | first.nodes | second.nodes
-    return Chain(first, second, steps, second.key, out_dims, nodes)
+    return Chain(first, second, steps, second.key, out_dims)
 
 
 def _along_tokens(steps: Sequence[Step], dims: Dims, n: int) -> Step | None:
@@ -623,7 +598,7 @@ def _along_tokens(steps: Sequence[Step], dims: Dims, n: int) -> Step | None:
 
 @_once
 def read_with_function(
-    c: Canonical, key: Key, form: Product, kind: type[Activation] | type[Norm]
+    c: Canonical, key: Key, form: Product, kind: type[Activation] | type[Norm] | type[DeviceSum]
 ) -> Chain | Refusal | None:
     """Read the chain with a function of a kind that ends at a product; None where there is none.
 
@@ -643,7 +618,7 @@ def read_with_function(
         return None
     if isinstance(function, Norm) and not _is_over_rank(c, walk, second, function):
         return None
-    inside = walk.to(c, function.value)
+    inside = walk.to(c, operands(function)[0])
     if inside is None:
         return None
     walk, first = trace_on(c, inside)
@@ -652,6 +627,8 @@ def read_with_function(
     found = join_stages(c, second, walk, first)
     if isinstance(found, Refusal):
         return found
+    if isinstance(function, DeviceSum):
+        return None if walk.steps else _over_devices(c, found)
     biases = tuple(step for step in found.middle if step.kind == "bias")
     scaled = [s for s in found.middle if s.kind != "bias" and (s.key or s.number != 1.0)]
     if scaled or (inner.gain is not None and biases):
@@ -665,7 +642,9 @@ def read_with_function(
     return dataclasses.replace(found, middle=biases, inner=inner)
 
 
-def _inner_of(function: Activation | Norm) -> Inner | None:
+def _inner_of(function: Activation | Norm | DeviceSum) -> Inner | None:
+    if isinstance(function, DeviceSum):
+        return Inner()
     if isinstance(function, Activation):
         return Inner(function.name) if function.name in ACTIVATIONS else None
     plain = function.kind == "rms" and function.bias is None and not function.offset
@@ -684,19 +663,10 @@ def _is_over_rank(c: Canonical, walk: Walk, second: Stage, norm: Norm) -> bool:
     return over_last and bool(dims) and dims[-1] in c.whole(base)
 
 
-def read_summed_chain(c: Canonical, key: Key, form: Product) -> Chain | None:
-    """Read the chain that ends at a product and sums over the devices between its products."""
-    node, dims = c.base(form.lhs)
-    summed = c.forms[node]
-    if not isinstance(summed, DeviceSum) or dims != c.whole(node):
-        return None
-    second = read_stage(c, key, form, True)
-    walk, inner = trace_back(c, summed.inputs[0])
-    if isinstance(second, Refusal) or isinstance(inner, Refusal) or walk.steps:
-        return None
-    walk = dataclasses.replace(walk, nodes=walk.nodes | {owner_of(node)})
-    chain = join_stages(c, second, walk, inner)
-    if isinstance(chain, Refusal) or not _cut_by_rows(c, chain):
+def _over_devices(c: Canonical, chain: Chain) -> Chain | None:
+    """Return a chain with the devices that sum between its products; None where they do not cut it
+    by rows."""
+    if not _cut_by_rows(c, chain):
         return None
     mesh = cast("Any", c.tensor(chain.first.x)).device_mesh
     group = str(mesh.get_group().group_name)
@@ -727,7 +697,7 @@ def trace_end(c: Canonical, node: fx.Node) -> Trace:
     form = c.forms.get(node)
     if not isinstance(form, Activation) or form.name not in EPILOGUES:
         return trace_back(c, node)
-    walk = Walk(node, c.whole(node), (), frozenset(), form.name).to(c, form.value)
+    walk = Walk(node, c.whole(node), activation=form.name).to(c, form.value)
     assert walk is not None
     return trace_on(c, walk)
 
@@ -740,7 +710,7 @@ def trace_addend(c: Canonical, node: fx.Node) -> Trace | None:
     form = c.forms.get(node)
     if not isinstance(form, Add) or isinstance(form.b, float) or not isinstance(form.a, Virtual):
         return None
-    at, scale = Walk(node, c.whole(node), (), frozenset(), addend=(form.b, form.beta)), form.alpha
+    at, scale = Walk(node, c.whole(node), addend=(form.b, form.beta)), form.alpha
     walk = at.to(c, form.a, [Step("scale", scale)])
     assert walk is not None
     return trace_on(c, walk)
@@ -750,7 +720,7 @@ def ended(c: Canonical, chain: Chain, walk: Walk, node: fx.Node) -> Chain | None
     """Return a chain at the end of a walk, with what a node computes of it; None where no kernel
     does."""
     tensor = any(step.kind != "bias" and step.key is not None for step in walk.steps)
-    rounds = any(isinstance(c.forms.get(one), Cast) for one in walk.nodes)
+    rounds = any(isinstance(c.forms.get(one), Cast) for one in covered(c, node, [walk.key]))
     # a scale of the result is none of the first factor, or not of it alone
     scaled = any(step.kind == "scale" and step.number != 1.0 for step in walk.steps)
     fixed = chain.base is not None or chain.more or chain.inner is not None
@@ -765,7 +735,7 @@ def _behind_walk(chain: Chain, walk: Walk, out: Key) -> Chain | None:
         return None
     return dataclasses.replace(
         chain, after=(*chain.after, *steps), activation=walk.activation, addend=walk.addend,
-        out=out, out_dims=dims, nodes=chain.nodes | walk.nodes,
+        out=out, out_dims=dims,
     )  # fmt: skip
 
 
@@ -794,7 +764,7 @@ def _dense(c: Canonical, key: Key, form: Product) -> Chain | None:
     stage = read_stage(c, key, form, is_weight[1])
     if isinstance(stage, Refusal) or part_of_one(stage.x) is not None:
         return None
-    return Chain(stage, None, (), key, stage.out_dims, stage.nodes)
+    return Chain(stage, None, (), key, stage.out_dims)
 
 
 def over_base(c: Canonical, stage: Stage, dims: Dims) -> Dims | None:

@@ -15,6 +15,7 @@ of all times, one of `prices.kernel.PRICES`.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from nmm_compiler.passes.graph.canonical import (
     PLAIN,
     Canonical,
     Cast,
+    Form,
     Key,
     Leaf,
     Product,
@@ -227,6 +229,25 @@ def _unfit_operand(
         if value.device != device:
             return Refusal("device", f"operands on {device} and {value.device}", owner_of(key))
     return None
+
+
+def operands(form: Form) -> list[Key]:
+    """Return the values that a form is computed from."""
+    given = itertools.chain(vars(form).values(), getattr(form, "inputs", ()))
+    return [one for one in given if isinstance(one, (fx.Node, Virtual))]
+
+
+def covered(c: Canonical, end: Key, reads: Iterable[Key]) -> frozenset[fx.Node]:
+    """Return the nodes that compute a value from those that are read."""
+    seen = {*reads}
+    queue = [] if end in seen else [end]
+    for key in queue:
+        below = [c.sources[key]] if key in c.sources else operands(c.forms[key])
+        new = [one for one in dict.fromkeys(below) if one not in seen]
+        seen.update(new)
+        queue += new
+    helpers = (c.helpers.get(key, frozenset()) for key in queue)
+    return frozenset(map(owner_of, queue)).union(*helpers)
 
 
 def moving(c: Canonical, nodes: Iterable[fx.Node]) -> set[fx.Node]:

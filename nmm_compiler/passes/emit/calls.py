@@ -25,7 +25,7 @@ from nmm_compiler.ops.launches import view_turned
 from nmm_compiler.ops.linear import CORRECTED, CORRECTED_MLP, CORRECTED_SHARED, SUFFIX
 from nmm_compiler.ops.registration import DEFINITIONS
 from nmm_compiler.passes.chains.chain import Chain, Inner, is_whole_feature
-from nmm_compiler.passes.chains.safety import Refusal, tokens_to_judge
+from nmm_compiler.passes.chains.safety import Refusal, covered, tokens_to_judge
 from nmm_compiler.passes.emit.editor import Editor, NotEmittedError, aten
 from nmm_compiler.passes.emit.linears import Linear, in_layout, times
 from nmm_compiler.passes.emit.stored import (
@@ -215,7 +215,7 @@ class Call:
     source: Source
     final: fx.Node
     out_dims: Dims
-    covered: frozenset[fx.Node]
+    covered: frozenset[fx.Node] = frozenset()
     activation: str = "identity"
     members: tuple[Call, ...] = ()
     rounded: Scaled | None = None
@@ -230,7 +230,7 @@ class Call:
     @classmethod
     def of(
         cls, c: Canonical, op: str, chains: Sequence[Chain], final: fx.Node, out_dims: Dims,
-        covered: frozenset[fx.Node], **more: Any,
+        **more: Any,
     ) -> Call:  # fmt: skip
         """Return the call of an op that chains of one x become; more: other fields."""
         first = chains[0].first
@@ -248,21 +248,23 @@ class Call:
             )
         source = best_source(c, first.x, first.x_dims, first.weight.k, final)
         given: dict[str, Any] = {"source": source, "note": note, **more}
-        return cls(op, linears, final=final, out_dims=out_dims, covered=covered, **given)
+        call = cls(op, linears, final=final, out_dims=out_dims, **given)
+        call.covered = covered(c, final, call.keys())
+        return call
 
     @classmethod
     def of_chain(cls, c: Canonical, chain: Chain, op: str = "lowrank_matmul", **more: Any) -> Call:
         """Return the call that a chain, or one product, becomes."""
-        ends = (owner_of(chain.out), chain.out_dims, chain.nodes)
-        return cls.of(c, op, (chain,), *ends, activation=chain.activation, **more)
+        end = owner_of(chain.out)
+        return cls.of(c, op, (chain,), end, chain.out_dims, activation=chain.activation, **more)
 
     @classmethod
     def of_several(cls, c: Canonical, op: str, members: Sequence[Call]) -> Call:
         """Return the call of several results that calls of one x become."""
         first = members[0]
-        covered = frozenset(node for one in members for node in one.covered)
         chains = [one.chain for one in members]
-        call = cls.of(c, op, chains, first.final, first.out_dims, covered, members=tuple(members))
+        call = cls.of(c, op, chains, first.final, first.out_dims, members=tuple(members))
+        call.covered = call.covered.union(*(one.covered for one in members))
         if any(one.linears[0].base for one in members):
             linears = tuple(one.linears[0] for one in members)
             return dataclasses.replace(call, linears=linears, note="")

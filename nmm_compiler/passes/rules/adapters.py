@@ -32,7 +32,7 @@ from torch import fx
 from nmm_compiler.errors import NmmError
 from nmm_compiler.ops.chosen import ADAPTERS
 from nmm_compiler.passes.chains.chain import is_whole_feature, path_nodes, read_projection
-from nmm_compiler.passes.chains.safety import DTYPES, Refusal, tokens_to_judge, unsafe
+from nmm_compiler.passes.chains.safety import DTYPES, Refusal, covered, tokens_to_judge, unsafe
 from nmm_compiler.passes.emit.calls import Lowering
 from nmm_compiler.passes.emit.editor import Editor
 from nmm_compiler.passes.emit.linears import times
@@ -288,8 +288,7 @@ def _branch(graph: Canonical, base: Any, x: Any, write: Any) -> _Branch | None:
     scaled = all(step.kind == "scale" and step.key is None for step in chain.after)
     if not (straight and scaled and name_of(part) == "getitem") or tuple(part.args) != (x, rows):
         return None
-    paths = path_nodes(graph, added) | path_nodes(graph, chain.first.x)
-    nodes = {*own, part, *chain.nodes, *paths}
+    nodes = {*own, part, *covered(graph, added, [part, *chain.weights])}
     scale = math.prod(step.number for step in chain.after)
     return _Branch(tuple(rows), chain.u.key, chain.v.key, scale, nodes)
 

@@ -16,8 +16,8 @@ from typing import Any
 from torch import fx
 
 from nmm_compiler.errors import NmmError
-from nmm_compiler.passes.chains.chain import path_nodes, same_tokens
-from nmm_compiler.passes.chains.safety import Refusal, call_ways, unsafe
+from nmm_compiler.passes.chains.chain import same_tokens
+from nmm_compiler.passes.chains.safety import Refusal, call_ways, covered, unsafe
 from nmm_compiler.passes.emit.calls import Call, with_base
 from nmm_compiler.passes.graph.canonical import Add, Canonical, Product
 from nmm_compiler.passes.rules.base import KernelRule, Match
@@ -37,7 +37,7 @@ class CorrectedMLP(KernelRule):
 
     def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
         """Read the weights, which are stored alike, and check that one kernel pays."""
-        node, down, (h, (activation, inner, between), key) = candidate
+        node, down, (_, (activation, inner, _), key) = candidate
         chains = [read_adapted(graph, inner), read_adapted(graph, key), down]
         read = (with_base(graph, Call.of_chain(graph, one)) for one in chains if one is not None)
         calls = [one for one in read if isinstance(one, Call) and not one.chain.biased]
@@ -53,16 +53,16 @@ class CorrectedMLP(KernelRule):
             return None
         if not same_tokens(graph, *tokens):
             return None
-        covered = between.union({h}, path_nodes(graph, down.first.x), *(c.nodes for c in chains))
         whole = dataclasses.replace(
-            gate, op="gated_mlp", linears=linears, final=node, out_dims=out_dims, covered=covered,
+            gate, op="gated_mlp", linears=linears, final=node, out_dims=out_dims,
             activation=activation,
         )  # fmt: skip
         try:
             whole.spec(graph).check(graph.chip)
         except NmmError:
             return None  # features that are no whole 512s
-        why = unsafe(graph, covered, node, whole.keys())
+        whole.covered = covered(graph, node, whole.keys())
+        why = unsafe(graph, whole.covered, node, whole.keys())
         pair = Call.of_several(graph, "lowrank_matmul_shared_x", (gate, up))
         separate = sum(call_ways(graph, one.spec(graph)).fused for one in (pair, calls[2]))
         found = why or self.called(graph, whole)

@@ -32,7 +32,7 @@ from nmm_compiler.passes.chains.chain import (
     read_projection,
     same_tokens,
 )
-from nmm_compiler.passes.chains.safety import Refusal, real_users, refuse
+from nmm_compiler.passes.chains.safety import Refusal, covered, real_users, refuse
 from nmm_compiler.passes.emit.calls import Call
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import (
@@ -43,7 +43,6 @@ from nmm_compiler.passes.graph.canonical import (
     Product,
     Scale,
     Virtual,
-    owner_of,
 )
 from nmm_compiler.passes.graph.views import Dims
 from nmm_compiler.passes.rules.base import KernelRule, Match
@@ -59,8 +58,7 @@ def _activated(c: Canonical, key: Key) -> tuple[str, Key, frozenset[fx.Node]] | 
     form = c.forms[base]
     if not isinstance(form, Activation) or not c.is_whole(key):
         return None
-    nodes = path_nodes(c, key) | {owner_of(base)} | c.helpers.get(base, frozenset())
-    return form.name, form.value, nodes
+    return form.name, form.value, covered(c, key, [form.value])
 
 
 def _is_product(c: Canonical, key: Key) -> bool:
@@ -109,7 +107,7 @@ def read_gated(c: Canonical, candidate: Any, down: Chain | None = None) -> Call 
     At least one projection, `down` included, has to be low-rank, or h so narrow that gate, up and
     down are a bottleneck.
     """
-    node, (activation, inner, nodes), up_key = candidate
+    node, (activation, inner, _), up_key = candidate
     gate, up = read_projection(c, inner), read_projection(c, up_key)
     if gate is None or up is None:
         return _no_projection(c, node, inner, up_key)
@@ -132,9 +130,7 @@ def read_gated(c: Canonical, candidate: Any, down: Chain | None = None) -> Call 
             "a scale stands behind a dense gate or up projection",
             node,
         )
-    covered = gate.nodes | up.nodes | nodes | {node}
-    ends = (node, gate.out_dims, covered)
-    return Call.of(c, "gated_mlp_up", (gate, up), *ends, activation=activation)
+    return Call.of(c, "gated_mlp_up", (gate, up), node, gate.out_dims, activation=activation)
 
 
 def _is_bottleneck(gate: Chain, down: Chain) -> bool:
@@ -198,12 +194,10 @@ class GatedMLP(KernelRule):
         out_dims = over_tokens(graph, half.out_dims, down)
         if out_dims is None or not down.only_bias():
             return None
-        nodes = half.covered | down.nodes | path_nodes(graph, down.first.x)
         chains = [*(one.chain for one in half.linears), down]
-        ends = (node, out_dims, nodes)
-        call = Call.of(graph, "gated_mlp", chains, *ends, activation=half.activation)
+        call = Call.of(graph, "gated_mlp", chains, node, out_dims, activation=half.activation)
         made = (
-            refuse(graph, nodes, node, call.keys())
+            refuse(graph, call.covered, node, call.keys())
             or _no_kernel(graph, call)
             or self.called(graph, call)
         )

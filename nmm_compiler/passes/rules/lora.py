@@ -28,13 +28,12 @@ from nmm_compiler.passes.chains.chain import (
     Step,
     Walk,
     ended,
-    path_nodes,
     read_projection,
     same_tokens,
     trace_back,
     trace_end,
 )
-from nmm_compiler.passes.chains.safety import Refusal, real_users, too_wide
+from nmm_compiler.passes.chains.safety import Refusal, covered, real_users, too_wide
 from nmm_compiler.passes.emit.calls import Call, with_base
 from nmm_compiler.passes.emit.editor import Editor
 from nmm_compiler.passes.emit.stored import Stored
@@ -49,21 +48,17 @@ from nmm_compiler.passes.graph.canonical import (
     Scale,
     owner_of,
 )
-from nmm_compiler.passes.rules.base import KernelRule, Match
+from nmm_compiler.passes.rules.base import Match
+from nmm_compiler.passes.rules.lowrank import Adapter
 
 MOST_TERMS = 16
 
 
-@dataclasses.dataclass
-class _Sum:
-    """Terms of nested sums, each with its factor, and the nodes that add them."""
-
-    terms: list[tuple[Key, float]]
-    nodes: set[fx.Node]
-    writers: list[fx.Node]
+Term = tuple[Key, float]
+"""A value of a sum, and the number that multiplies it."""
 
 
-class LoRA(KernelRule):
+class LoRA(Adapter):
     """Base product plus adapters."""
 
     name = "lora"
@@ -76,30 +71,25 @@ class LoRA(KernelRule):
         if isinstance(form, Add) and not isinstance(form.b, float) and node in graph.forms:
             yield node, walk, form
 
-    def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
-        """Read the sum; its own node alone says why it is no call."""
-        node, walk, form = candidate
-        found = self._read(graph, node, walk, form)
-        return found if isinstance(found, Match) or owner_of(walk.key) is node else None
+    def read(self, graph: Canonical, key: Key, form: Any) -> Chain | Refusal | None:
+        """Read a sum as a base and branches of one x."""
+        return _read_sum(graph, key, form)
 
-    def _read(
-        self, graph: Canonical, end: fx.Node, walk: Walk, form: Add
+    def ended(
+        self, graph: Canonical, chain: Chain, walk: Walk, node: fx.Node
     ) -> Match | Refusal | None:
-        """Read the sum, and check that nothing sees what it writes."""
-        node = owner_of(walk.key)
-        added = _Sum([], set(), [])
-        whole = _read_sum(graph, node, form, added)
-        if not isinstance(whole, Chain):
-            return whole
-        nodes, readers = whole.nodes, _later_readers(graph, node)
-        final = ended(graph, whole, walk, end)
-        if final is None or (readers and end is not node):
+        """Check a sum with what stands behind it, and that nothing sees what it writes."""
+        total = owner_of(walk.key)
+        readers = _later_readers(graph, total)
+        whole = ended(graph, chain, walk, node)
+        if whole is None or (readers and node is not total):
             return None
-        allowed = {"allowed": added.writers, "redirected": readers}
-        refusal = _in_place(graph, node, nodes, added.writers, readers)
+        call = Call.of_chain(graph, whole)
+        writers = _sums_in_place(graph, call.covered)
+        refusal = _in_place(graph, total, call.covered, writers, readers)
         if refusal is not None:
             return refusal
-        call = Call.of_chain(graph, final)
+        allowed = {"allowed": writers, "redirected": readers}
         made = with_base(graph, call)
         if isinstance(made, Stored):
             call.note = f"{made.format} weight is dequantized at each call: {made.reason}"
@@ -114,10 +104,11 @@ class LoRA(KernelRule):
         return match.data.emit(graph, editor)
 
 
-def _read_sum(c: Canonical, node: fx.Node, form: Add, added: _Sum) -> Chain | Refusal | None:
-    """Read a sum as a base and branches of one x; `added` gets its terms."""
-    _flatten(c, node, form, 1.0, added)
-    read = _base_and_branches(c, added.terms)
+def _read_sum(c: Canonical, key: Key, form: Add) -> Chain | Refusal | None:
+    """Read a sum as a base and branches of one x."""
+    terms: list[Term] = []
+    _flatten(c, form, 1.0, terms)
+    read = _base_and_branches(c, terms)
     if read is None:
         return None
     base, branches = read
@@ -136,8 +127,7 @@ def _read_sum(c: Canonical, node: fx.Node, form: Add, added: _Sum) -> Chain | Re
     return dataclasses.replace(
         first,
         after=(*first.after, *(step for one in bases for step in one.after)),
-        out=node,
-        nodes=frozenset(added.nodes | {node}).union(*(one.nodes for one in (*branches, *bases))),
+        out=key,
         base=None if base is None else base.first,
         more=tuple(branches[1:]),
     )
@@ -150,52 +140,50 @@ def read_adapted(c: Canonical, key: Key) -> Chain | None:
     form = c.forms[node]
     if not isinstance(form, Add) or not isinstance(node, fx.Node) or isinstance(form.b, float):
         return read_projection(c, key)
-    added = _Sum([], set(), [])
-    found = _read_sum(c, node, form, added)
-    if not isinstance(found, Chain) or found.base is None or added.writers:
+    found = _read_sum(c, node, form)
+    if not isinstance(found, Chain) or found.base is None:
+        return read_projection(c, key)
+    if _sums_in_place(c, covered(c, node, found.operands)):
         return read_projection(c, key)
     out_dims = views.compose(dims, found.out_dims)
-    if out_dims is None:
-        return None
-    nodes = found.nodes | path_nodes(c, key)
-    return dataclasses.replace(found, out=key, out_dims=out_dims, nodes=nodes)
+    return None if out_dims is None else dataclasses.replace(found, out=key, out_dims=out_dims)
 
 
-def _flatten(c: Canonical, key: Key, form: Add, factor: float, into: _Sum) -> None:
+def _sums_in_place(c: Canonical, nodes: frozenset[fx.Node]) -> list[fx.Node]:
+    """Return the sums among nodes that write to one of their operands."""
+    return [node for node in nodes & c.effects.writers if isinstance(c.forms.get(node), Add)]
+
+
+def _flatten(c: Canonical, form: Add, factor: float, into: list[Term]) -> None:
     """Collect the terms of a sum, and of the sums and scaled sums that only it reads."""
-    owner = owner_of(key)
-    into.nodes.add(owner)
-    if owner in c.effects.writers:
-        into.writers.append(owner)
     for value, own in ((form.a, form.alpha), (form.b, form.beta)):
         assert not isinstance(value, float)
-        nested = _nested(c, value) if len(into.terms) < MOST_TERMS else None
+        nested = _nested(c, value) if len(into) < MOST_TERMS else None
         if nested is None:
-            into.terms.append((value, factor * own))
+            into.append((value, factor * own))
         else:
-            inner, below, number, nodes = nested
-            into.nodes |= nodes
-            _flatten(c, inner, below, factor * own * number, into)
+            inner, number = nested
+            _flatten(c, inner, factor * own * number, into)
 
 
-def _nested(c: Canonical, value: Key) -> tuple[fx.Node, Add, float, frozenset[fx.Node]] | None:
+def _nested(c: Canonical, value: Key) -> tuple[Add, float] | None:
     """Return the sum of two activations, times a number, that a value is, if it has no other
     reader.
 
     A product plus a constant bias is no such sum: it is one term.
     """
     walk, _ = trace_back(c, value)
-    node, form, nodes = walk.key, c.forms[walk.key], walk.nodes | {owner_of(walk.key)}
+    node, form, nodes = walk.key, c.forms[walk.key], covered(c, value, [walk.key])
     numbers = [step.number for step in walk.steps if step.key is None]
     if not isinstance(form, Add) or isinstance(form.b, float) or not isinstance(node, fx.Node):
         return None
     if len(numbers) < len(walk.steps) or walk.dims != c.whole(node):
         return None
-    if any(len(real_users(n)) != 1 or isinstance(c.forms.get(n), Cast) for n in nodes):
+    if any(len(real_users(n)) != 1 or isinstance(c.forms.get(n), Cast) for n in {*nodes, node}):
         return None
     if c.is_weight(form.a) or c.is_weight(form.b):
         return None
-    return node, form, math.prod(numbers, start=1.0), nodes
+    return form, math.prod(numbers, start=1.0)
 
 
 def _base_and_branches(

@@ -26,7 +26,6 @@ from nmm_compiler.passes.chains.chain import (
     Walk,
     ended,
     read_chain,
-    read_summed_chain,
     read_with_function,
     trace_addend,
     trace_end,
@@ -37,6 +36,7 @@ from nmm_compiler.passes.graph.canonical import (
     Activation,
     Add,
     Canonical,
+    DeviceSum,
     Key,
     Norm,
     Product,
@@ -61,7 +61,7 @@ class Adapter(KernelRule):
     """Down, an activation, up."""
 
     name = "adapter"
-    ends_at = (Product, Add, Scale, Activation)
+    ends_at: tuple[type, ...] = (Product, Add, Scale, Activation)
     between: type[Activation] | type[Norm] = Activation
 
     def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
@@ -72,7 +72,7 @@ class Adapter(KernelRule):
         if isinstance(made, Product) and node in graph.forms:
             yield node, walk, made
 
-    def read(self, graph: Canonical, key: Key, form: Product) -> Chain | Refusal | None:
+    def read(self, graph: Canonical, key: Key, form: Any) -> Chain | Refusal | None:
         """Read the chain that ends at a product."""
         return read_with_function(graph, key, form, self.between)
 
@@ -82,12 +82,13 @@ class Adapter(KernelRule):
         node, walk, form = candidate
         found: Any = self.read(graph, walk.key, form)
         if isinstance(found, Chain):
-            found = self._called(graph, found, walk, node)
+            found = self.ended(graph, found, walk, node)
         return found if isinstance(found, Match) or owner_of(walk.key) is node else None
 
-    def _called(
+    def ended(
         self, graph: Canonical, chain: Chain, walk: Walk, node: fx.Node
     ) -> Match | Refusal | None:
+        """Check a chain with what stands behind it, as far as a node."""
         wide = too_wide(graph, chain.first, chain.u.n, chain.n, chain.last.key)
         whole = ended(graph, chain, walk, node)
         if wide is not None or whole is None:
@@ -107,7 +108,7 @@ class LowRank(Adapter):
 
     name = "lowrank"
 
-    def read(self, graph: Canonical, key: Key, form: Product) -> Chain | Refusal | None:
+    def read(self, graph: Canonical, key: Key, form: Any) -> Chain | Refusal | None:
         """Read the chain without a function between the products, one that sums over devices
         too."""
         found: Chain | Refusal | None = read_chain(graph, key, form, False)
@@ -117,8 +118,8 @@ class LowRank(Adapter):
 
     def _over_ranks(self, graph: Canonical, key: Key, form: Product) -> Chain | Refusal | None:
         """Return the chain that sums over devices; None where no call has the sum."""
-        chain = read_summed_chain(graph, key, form)
-        if chain is None:
+        chain = read_with_function(graph, key, form, DeviceSum)
+        if not isinstance(chain, Chain):
             return None
         if graph.options.executor in ONE_PROCESS:
             return Refusal(

@@ -18,7 +18,7 @@ from typing import Any
 from torch import fx
 
 from nmm_compiler.passes.chains.chain import read_projection
-from nmm_compiler.passes.chains.safety import Refusal, crossed
+from nmm_compiler.passes.chains.safety import Refusal, covered, crossed
 from nmm_compiler.passes.emit.calls import Call, best_source
 from nmm_compiler.passes.emit.stored import STORED_FP8, Scaled, clamped, read_factors, unscaled
 from nmm_compiler.passes.graph.canonical import (
@@ -27,7 +27,6 @@ from nmm_compiler.passes.graph.canonical import (
     Key,
     Opaque,
     Product,
-    owner_of,
 )
 from nmm_compiler.passes.rules.base import KernelRule, Match
 from nmm_compiler.passes.rules.lowrank import products_at
@@ -68,7 +67,7 @@ class StaticFP8(KernelRule):
         if why:
             why = f"fp8 x is multiplied as 16 bits: {why}"
             return Refusal("few_bits", why, candidate, report_even_if_superseded=True)
-        moved = {*chain.nodes, owner_of(rounded.value)}
+        moved = covered(graph, candidate, [rounded.value, *chain.operands[1:]])
         unsafe = crossed(graph, moved, candidate, [rounded.value])
         if unsafe is not None:
             return unsafe
