@@ -1,12 +1,16 @@
-"""Rule `static_fp8`: a product of fp8 numbers on both sides, each side with a scale, as one call.
+"""Rules `quantized` and `static_fp8`: a product with a weight of few bits, without a branch.
+
+    linear(x, nmm.dequantize(values, scale, "mxfp4", dtype), b)
+      ->   nmm.corrected_matmul(x, values, scale, None, None, b, format="mxfp4")
 
     q = clamp(x / x_scale, -240, 240).to(float8_e4m3fn)
     linear(q.to(dtype) * x_scale, w.to(dtype) * w_scale, b)
       ->   nmm.matmul_scaled(q, [w_scale * x_scale], w, b, x_scale=1.0)
 
-TensorE of trn2 and trn3 contracts twice as many fp8 numbers a pass (`double_row`), which pays with
-many tokens. The rounding of x stays in the graph: several products may read it. An x or a weight
-whose numbers may lie beyond 240, where NKI's float8_e4m3 ends, is refused.
+Rule `lora` finds a weight of few bits beside low-rank branches, and comes first. With fp8 numbers
+on both sides, TensorE of trn2 and trn3 contracts twice as many a pass (`double_row`), which pays
+with many tokens. The rounding of x stays in the graph: several products may read it. An x or a
+weight whose numbers may lie beyond 240, where NKI's float8_e4m3 ends, is refused.
 """
 
 from __future__ import annotations
@@ -17,10 +21,17 @@ from typing import Any
 
 from torch import fx
 
-from nmm_compiler.passes.chains.chain import read_projection
+from nmm_compiler.passes.chains.chain import Chain, read_projection
 from nmm_compiler.passes.chains.safety import Refusal, covered, crossed
-from nmm_compiler.passes.emit.calls import Call, best_source
-from nmm_compiler.passes.emit.stored import STORED_FP8, Scaled, clamped, read_factors, unscaled
+from nmm_compiler.passes.emit.calls import Call, best_source, with_base
+from nmm_compiler.passes.emit.stored import (
+    STORED_FP8,
+    Scaled,
+    Stored,
+    clamped,
+    read_factors,
+    unscaled,
+)
 from nmm_compiler.passes.graph.canonical import (
     Canonical,
     Cast,
@@ -34,7 +45,34 @@ from nmm_compiler.passes.rules.lowrank import products_at
 _SCALED_MM = "aten::_scaled_mm"
 
 
-class StaticFP8(KernelRule):
+def _one_product(c: Canonical, node: fx.Node) -> Chain | None:
+    """Read a node as one product, with a bias where it adds one; None for any other."""
+    chain = read_projection(c, node)
+    return None if chain is None or chain.second is not None or not chain.only_bias() else chain
+
+
+class Quantized(KernelRule):
+    """One product with a stored weight of few bits."""
+
+    name = "quantized"
+    ends_at: tuple[type, ...] = (Product,)
+
+    def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
+        """Propose every node that computes a product, with its bias where it adds one."""
+        if any(True for _ in products_at(graph, node)):
+            yield node
+
+    def check(self, graph: Canonical, candidate: fx.Node) -> Match | Refusal | None:
+        """Read the product, and check that its weight is of few bits and a kernel reads it."""
+        chain = _one_product(graph, candidate)
+        call = None if chain is None else with_base(graph, Call.of_chain(graph, chain))
+        if chain is not None and isinstance(call, Stored):
+            why = f"the {call.format} weight is multiplied out at each call: {call.reason}"
+            return Refusal("few_bits", why, chain.u.key)
+        return self.matched(graph, call) if isinstance(call, Call) else None
+
+
+class StaticFP8(Quantized):
     """One product of fp8 x and an fp8 weight."""
 
     name = "static_fp8"
@@ -43,9 +81,9 @@ class StaticFP8(KernelRule):
     def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
         """Propose products, with their bias where they add one, and calls of _scaled_mm."""
         form = graph.forms.get(node)
-        scaled = isinstance(form, Opaque) and form.name == _SCALED_MM
-        if scaled or any(True for _ in products_at(graph, node)):
+        if isinstance(form, Opaque) and form.name == _SCALED_MM:
             yield node
+        yield from super().pattern(graph, node)
 
     def check(self, graph: Canonical, candidate: fx.Node) -> Match | Refusal | None:
         """Read both sides, and check that kernels read their numbers."""
@@ -55,11 +93,9 @@ class StaticFP8(KernelRule):
                 "load the checkpoint with nmm_compiler.lowrank_models.static_fp8.load_static_fp8"
             )
             return Refusal("few_bits", why, candidate)
-        chain = read_projection(graph, candidate)
-        if chain is None or chain.second is not None or not chain.only_bias():
-            return None
-        rounded = _rounded(graph, chain.first.x)
-        if rounded is None:
+        chain = _one_product(graph, candidate)
+        rounded = None if chain is None else _rounded(graph, chain.first.x)
+        if chain is None or rounded is None:
             return None
         (stored,) = read_factors(graph, chain.factors, graph.dtype(candidate), "") or (None,)
         why = "the weight is no fp8 numbers as they are stored" if stored is None else stored.reason
