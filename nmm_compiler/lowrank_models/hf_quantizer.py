@@ -7,14 +7,19 @@ FileError when a factor is not among them.
 
 from __future__ import annotations
 
+import re
 from typing import Any, cast
 
+import torch
+import transformers
 from torch import nn
 from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from nmm_compiler.lowrank_models import hf_layers
+from nmm_compiler.errors import FileError
+from nmm_compiler.lowrank_models import experts
+from nmm_compiler.lowrank_models.hf import METHOD, SavedLayers, compressed, prepare
 from nmm_compiler.lowrank_models.modules import LowRankLinear, put
 from nmm_compiler.lowrank_models.quantize import QuantizedLinear
 
@@ -23,12 +28,12 @@ class LowRankConfig(QuantizationConfigMixin):
     """What config.json says of a low-rank model: {layer name: rank}."""
 
     def __init__(self, **fields: Any) -> None:
-        self.quant_method = cast(Any, hf_layers.METHOD)
-        self.saved = hf_layers.SavedLayers.read(fields)
+        self.quant_method = cast(Any, METHOD)
+        self.saved = SavedLayers.read(fields)
 
     def to_dict(self) -> dict[str, Any]:
         """Return what config.json gets."""
-        return {"quant_method": hf_layers.METHOD, **self.saved.to_dict()}
+        return {"quant_method": METHOD, **self.saved.to_dict()}
 
 
 class LowRankQuantizer(HfQuantizer):
@@ -38,32 +43,93 @@ class LowRankQuantizer(HfQuantizer):
     is_trainable = is_compileable = True  # low-rank layers are floats, which train and compile
 
     def _process_model_before_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
-        saved = cast(LowRankConfig, self.quantization_config).saved
-        hf_layers.ignore_guards(model, hf_layers.prepare(model, saved))
+        names = prepare(model, cast(LowRankConfig, self.quantization_config).saved)
+        given: Any = model
+        # guards have no place in the model: transformers is to pass them over
+        guards = {rf"(^|\.){re.escape(name)}(\.weight)?$" for name in names}
+        known = given._keys_to_ignore_on_load_unexpected or ()
+        given._keys_to_ignore_on_load_unexpected = guards.union(known)
         return model
 
     def get_state_dict_and_metadata(self, model: nn.Module, *_: Any) -> tuple[Any, Any]:
         """Return what is stored; called before the config is written."""
-        cast(Any, model).config.quantization_config.saved = hf_layers.SavedLayers.of(model)
-        return hf_layers.guarded(model), {}
+        cast(Any, model).config.quantization_config.saved = SavedLayers.of(model)
+        return guarded(model), {}
 
     def is_serializable(self, *_: Any, **__: Any) -> bool:
         """Return that `save_pretrained` may be called."""
         return True
 
     def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
-        hf_layers.check_loaded(model)
-        hf_layers.call_unquantized(model)
+        check_loaded(model)
+        # these weights are floats that can be cast and trained
+        cast(Any, model).is_quantized = False
+        for module in model.modules():
+            config: Any = getattr(module, "config", None)
+            if getattr(config, "_is_quantized", False):
+                del config._is_quantized
         return model
 
     def _dequantize(self, model: nn.Module, dtype: Any = None) -> nn.Module:
-        for name, factors, base in list(hf_layers.compressed(model)):
+        for name, factors, base in list(compressed(model)):
             layer = base if factors is None else factors
             if isinstance(layer, (LowRankLinear, QuantizedLinear)):
                 put(model, [name], layer.merge())
         return model
 
 
-if hf_layers.METHOD not in auto.AUTO_QUANTIZATION_CONFIG_MAPPING:
-    auto.register_quantization_config(hf_layers.METHOD)(LowRankConfig)
-    auto.register_quantizer(hf_layers.METHOD)(LowRankQuantizer)
+def guarded(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the state dict with a guard per low-rank layer, and per stack of experts."""
+    state: dict[str, torch.Tensor] = dict(model.state_dict())
+    dtype = getattr(model, "dtype", torch.float32)
+    guards: dict[str, torch.Tensor] = {}
+    for name, factors, base in compressed(model):
+        if isinstance(factors, LowRankLinear) or isinstance(base, QuantizedLinear):
+            guards[f"{name}.weight"] = torch.zeros(1, dtype=dtype)
+        else:  # [experts, n, k] with one expert, which transformers may store as two matrices
+            guards[name] = torch.zeros(1, 2, 1)
+    return state | {name: guard for name, guard in guards.items() if _is_stored(model, name, guard)}
+
+
+def _is_stored(model: nn.Module, name: str, guard: torch.Tensor) -> bool:
+    """Return whether transformers stores this tensor, and joins it with no others."""
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # before transformers 5 everything is stored as it is
+        return True
+    try:
+        stored = revert_weight_conversion(cast(Any, model), {name: guard})
+    except Exception:  # any failure says that the weight of this layer is converted
+        return False
+    return sum(tensor.numel() for tensor in stored.values()) == guard.numel()
+
+
+def check_loaded(model: nn.Module) -> None:
+    """Raise FileError when transformers has not found a factor or a base and has initialized it.
+
+    transformers 5 marks each tensor that it has loaded; earlier ones leave no trace.
+    """
+    if int(transformers.__version__.split(".")[0]) < 5:
+        return
+    kinds = (LowRankLinear, QuantizedLinear, experts.StackedFactors, experts.StackedBase)
+    layers = {name: one for name, one in model.named_modules() if isinstance(one, kinds)}
+    for name, layer in layers.items():
+        for key, tensor in layer.state_dict(keep_vars=True).items():
+            if tensor.is_meta:
+                raise FileError(f"the weights have no {name}.{key}; copy the directory again")
+            if not getattr(tensor, "_is_hf_initialized", False):
+                raise FileError(
+                    f"the weights have no {name}.{key} {list(tensor.shape)}, which the saved "
+                    "config's ranks and bases ask for; the files are incomplete or of another "
+                    "save: copy the whole directory again"
+                )
+            if isinstance(tensor, nn.Parameter) and not tensor.is_floating_point():
+                raise FileError(
+                    f"the weights have {name}.{key} as {tensor.dtype}, which is no "
+                    "floating-point type; copy the whole directory again"
+                )
+
+
+if METHOD not in auto.AUTO_QUANTIZATION_CONFIG_MAPPING:
+    auto.register_quantization_config(METHOD)(LowRankConfig)
+    auto.register_quantizer(METHOD)(LowRankQuantizer)
