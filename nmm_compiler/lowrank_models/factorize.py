@@ -12,8 +12,8 @@ The idea: with G = L L^T, M = L^T W A^1/2 and U the leading left singular vector
 is L^-T U U^T L^T W. So the eigenvectors of the small Gram matrix M M^T are enough, without an
 inverse of A^1/2. L is the Cholesky factor, and where G is singular or nearly so, its eigenvectors
 times the roots of its eigenvalues. Where n > k, W^T is factorized with A and G exchanged. All
-arithmetic is float64 until the factors are stored, but W is widened one block at a time, and the
-eigenvectors overwrite the Gram matrix. `measure` gives the errors of factors as stored.
+arithmetic is float64 until the factors are stored, but W is widened one block at a time. `measure`
+gives the errors of factors as stored.
 """
 
 from __future__ import annotations
@@ -269,13 +269,7 @@ def one_thread(elements: int = 0) -> Iterator[None]:
 
 
 def eigh(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return eigenvalues, ascending, and eigenvectors of a symmetric matrix, which is overwritten.
-
-    The eigenvectors overwrite the matrix, in LAPACK's column order: a copy would be a third of all
-    the memory that a decomposition needs.
-    """
-    columns = matrix.T if matrix.is_contiguous() else matrix.clone().T
-    values = torch.empty(matrix.shape[0], dtype=matrix.dtype, device=matrix.device)
+    """Return eigenvalues, ascending, and eigenvectors of a symmetric matrix."""
     with one_thread():
-        torch.linalg.eigh(columns, out=(values, columns))
-    return values, columns
+        values, vectors = torch.linalg.eigh(matrix.T)
+    return values, vectors
