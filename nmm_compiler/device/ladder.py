@@ -96,18 +96,6 @@ def _saturated(x: Array, scale: Array) -> tuple[Array, ...]:
     return (scaled.astype(ml_dtypes.float8_e4m3).astype(np.float64),)
 
 
-def _corners(x: Array) -> tuple[Array, ...]:
-    return (x.reshape(-1, 128, x.shape[1])[:, :, :8].transpose(1, 0, 2),)
-
-
-def _corners_turned(x: Array) -> tuple[Array, ...]:
-    return (x.reshape(-1, 2048, x.shape[1])[:, :8, :].transpose(2, 0, 1),)
-
-
-def _first_columns(x: Array) -> tuple[Array, ...]:
-    return (x[:, :8],)
-
-
 _BF16, _FP8, _FP32 = "bfloat16", "float8_e4m3", "float32"
 _COPIED = (((128, 512), _BF16),)
 _LOOPED = (((512, 64), _BF16),)
@@ -158,13 +146,16 @@ TIMED = (
            (((128, 2048), _FP32),), lambda x, count=count: ((1 + count) * x[:, :8],), sums=count)
       for name, count in zip(_FEW_MANY, (8, 72), strict=True)),
     *(Rung(f"activations, {name}", f"activations_{name}", f"{count} copies on ScalarE",
-           (((128, 2048), _FP32),), _first_columns)
+           (((128, 2048), _FP32),), lambda x: (x[:, :8],))
       for name, count in zip(_FEW_MANY, (8, 72), strict=True)),
     *(Rung(f"transposing loads, {name}", "transposing_loads", f"{count} DMA transposes",
-           (((2048 * count, 128), _BF16),), _corners_turned, needs="dma_transposes")
+           (((2048 * count, 128), _BF16),),
+           lambda x: (x.reshape(-1, 2048, 128)[:, :8, :].transpose(2, 0, 1),),
+           needs="dma_transposes")
       for name, count in zip(_FEW_MANY, (4, 36), strict=True)),
     *(Rung(f"long loads, {name}", "long_loads", f"{count} loads of 2 MiB",
-           (((128 * count, 8192), _BF16),), _corners)
+           (((128 * count, 8192), _BF16),),
+           lambda x: (x.reshape(-1, 128, 8192)[:, :, :8].transpose(1, 0, 2),))
       for name, count in zip(_FEW_MANY, (2, 18), strict=True)),
     *(Rung(f"short loads, {name}", "short_loads", f"{count} loads of 256 bytes",
            (((count, 64), _FP32),), lambda x: (x.reshape(-1, 64, 64).transpose(1, 0, 2),))
