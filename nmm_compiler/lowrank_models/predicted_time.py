@@ -58,20 +58,15 @@ Names = dict[fx.Node, str]
 
 @dataclass(frozen=True)
 class Computed:
-    """A dense product with a stored weight, or a call of ours: launches that compute it.
+    """A dense product with a stored weight, or a call of ours: the kernel that computes it.
 
     weights: names of the parameters that it multiplies by, "" for another constant.
     """
 
     node: fx.Node
     x: Key
-    launches: Row
+    spec: Any
     weights: tuple[str, ...]
-
-    @property
-    def spec(self) -> Any:
-        """The first launch."""
-        return self.launches[0]
 
 
 @dataclass(frozen=True)
@@ -118,7 +113,7 @@ def dense_product(c: Canonical, node: fx.Node, form: Product, names: Names) -> C
     n = math.prod(int(size) for i, size in sizes.items() if i not in summed)
     spec = MatmulSpec(m=max(1, value.numel() // max(n, 1)), k=k, n=n, dtype=dtype_name(value))
     name = names.get(owner_of(c.base(weight)[0]), "")
-    return Computed(node, c.base(x)[0], (spec,), (name,))
+    return Computed(node, c.base(x)[0], spec, (name,))
 
 
 def together(c: Canonical, products: Sequence[Computed]) -> list[Together]:

@@ -87,8 +87,8 @@ def _launched(
             values = collect_values(made, inputs)
             for node in made.graph.nodes:
                 called = graph_call(node, values.__getitem__)
-                lowered = () if called is None else lower(*called, view_turned).launches
-                for launch in lowered:
+                if called is not None:
+                    (launch,) = lower(*called, view_turned).launches
                     yield launch.spec, target
 
 

@@ -158,7 +158,7 @@ class _Walk:
                 for source in self._sources(node):
                     self.readers.setdefault(source, set()).add(node)
         for call in self.calls:
-            self._kernel((call,), (call.launches,))
+            self._kernel((call,), ((call.spec,),))
         for group in together(self.c, self.dense):
             self.covered |= group.between
             self._kernel(group.products, group.rows, bool(group.activation))
@@ -216,15 +216,14 @@ class _Walk:
     def _our_call(self, node: fx.Node) -> None:
         called = graph_call(node, self.c.values.__getitem__)
         assert called is not None
-        lowered = lower(*called, transpose=view_turned)
-        specs = tuple(launch.spec for launch in lowered.launches)
-        (spec, *others) = specs
-        if getattr(spec, "exchanged_bytes", int)() and not others:
-            piece = self._piece("kernel", node, self._weights(node), ways=(specs,))
+        (launch,) = lower(*called, transpose=view_turned).launches
+        spec = launch.spec
+        if getattr(spec, "exchanged_bytes", int)():
+            piece = self._piece("kernel", node, self._weights(node), ways=((spec,),))
             self.found.append(_with_sum_apart(piece, spec))
         else:
             x = self.c.base(node.args[0])[0]  # type: ignore[arg-type]
-            self.calls.append(Computed(node, x, specs, self._weights(node)))
+            self.calls.append(Computed(node, x, spec, self._weights(node)))
 
     def _unread_product(self, node: fx.Node) -> None:
         """Note a product that no family here computes: two activations, a convolution."""
@@ -245,9 +244,12 @@ class _Walk:
         q, k, v = (a for a in node.args[:3] if isinstance(a, fx.Node))
         *lead, heads, queries, features = map(int, self.c.shape(q) or ())
         keys, batch = int((self.c.shape(k) or ())[-2]), math.prod(lead)
-        stored = self._read_size(k) + self._read_size(v)
+        # repeated heads are stored once
+        stored = sum(min(self._size(n), self._size(owner_of(self.c.base(n)[0]))) for n in (k, v))
         key_heads = max(1, stored // (2 * batch * keys * features))
-        masked = node.kwargs.get("attn_mask") is not None and not self._is_encoder()
+        model = self.model.module
+        encodes = getattr(model, "config", None) is not None and not hasattr(model, "lm_head")
+        masked = node.kwargs.get("attn_mask") is not None and not encodes
         causal = queries == keys and (bool(node.kwargs.get("is_causal")) or masked)
         ways: tuple[Row, ...] = ()
         value = self.c.tensor(node)
@@ -260,7 +262,7 @@ class _Walk:
                 )  # fmt: skip
                 ways = ((kernel,),)
         sizes = (batch, heads, key_heads, queries, keys, features, causal)
-        moved = self._bytes(node) * 2 + stored * self._item(node)
+        moved = self._bytes(node) * 2 + stored * (self._bytes(node) // max(1, self._size(node)))
         piece = self._piece("attention", node, attention=sizes, bytes=moved, ways=ways)
         rope, before, _, angles = unrotated(self.c, q, k)
         if rope == "q" and ways and self.takes_norms and queries <= _FEW_TOKENS:
@@ -269,15 +271,6 @@ class _Walk:
             inside = ((dataclasses.replace(kernel, rope=rope),),)
             piece = dataclasses.replace(piece, ways=inside, apart=(self._region(turned), piece))
         self.found.append(piece)
-
-    def _is_encoder(self) -> bool:
-        config = getattr(self.model.module, "config", None)
-        return not hasattr(self.model.module, "lm_head") and config is not None
-
-    def _read_size(self, node: fx.Node) -> int:
-        """Return the elements stored behind a view: repeated heads are stored once."""
-        base = owner_of(self.c.base(node)[0])
-        return min(self._size(node), self._size(base))
 
     # -- dense products that the strongest kernels take together --------------------------------
 
@@ -365,12 +358,9 @@ class _Walk:
         value = self.c.tensor(node)
         return 0 if value is None else int(value.numel())
 
-    def _item(self, node: fx.Node) -> int:
-        value = self.c.tensor(node)
-        return 0 if value is None else value.element_size()
-
     def _bytes(self, node: fx.Node) -> int:
-        return self._size(node) * self._item(node)
+        value = self.c.tensor(node)
+        return 0 if value is None else int(value.nbytes)
 
     def _weights(self, node: fx.Node) -> tuple[str, ...]:
         bases = (owner_of(self.c.base(n)[0]) for n in node.all_input_nodes if n in self.c.views)
