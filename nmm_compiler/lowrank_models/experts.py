@@ -13,7 +13,7 @@ which the tokens that did not choose an expert are zeros.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import torch
@@ -137,7 +137,7 @@ def join(model: nn.Module) -> None:
             continue
         for name, stack in stacks.items():
             if not isinstance(stack[0], ExpertLinear):
-                install(module.base, name, *_stacked(stack))
+                install(module.base, name, stack)
         put(model, names, module.base.train(module.training))
 
 
@@ -150,43 +150,50 @@ def _base_of(expert: nn.Module) -> QuantizedLinear | None:
     return expert if isinstance(expert, QuantizedLinear) else getattr(expert, "base", None)
 
 
-def install(
-    layer: nn.Module, name: str, factors: StackedFactors | None, base: StackedBase | None
-) -> None:
-    """Give a layer of experts factors, a base, or both, in the place of one of its weights.
+def install(layer: nn.Module, name: str, experts: nn.ModuleList) -> None:
+    """Give a layer what its experts have become in the place of one of its weights.
 
-    MX weights lie as kernels take them: the outputs of gate, then those of up, and all inputs are
-    filled up with zeros to whole 128s.
+    That is factors, those of lower ranks filled up with zeros, a base, or both. MX weights lie as
+    kernels take them: the outputs of gate, then those of up, and all inputs are filled up with
+    zeros to whole 128s.
     """
     given = cast(Any, layer)
     if not isinstance(layer, CompressedExperts):
         adopt(layer)
     delattr(layer, name)
-    if base is not None and base.format in MX and given.said is not None:
-        halved, turns = name == "gate_up_proj", given.said["halves"] == HALVES[1]
+    bases = [one for one in map(_base_of, experts) if one is not None]
+    blocks = bool(bases) and bases[0].format in MX and given.said is not None
+    halved = blocks and name == "gate_up_proj"
+    turns = halved and given.said["halves"] == HALVES[1]
 
-        def outputs(rows: torch.Tensor) -> torch.Tensor:
-            """Return rows [experts, n, ..] as they lie: of gate, then of up, each filled up."""
-            if not halved:
-                return rows
-            halves = (rows[:, ::2], rows[:, 1::2]) if turns else rows.chunk(2, 1)
-            return torch.cat([_filled(half, 1, 128) for half in halves], 1)
+    def outputs(each: Iterable[torch.Tensor]) -> torch.Tensor:
+        """Return the rows [n, ..] of each expert as they lie: of gate, then of up, filled up."""
+        rows = torch.stack([one.detach() for one in each])
+        if not halved:
+            return rows
+        halves = (rows[:, ::2], rows[:, 1::2]) if turns else rows.chunk(2, 1)
+        return torch.cat([_filled(half, 1, 128) for half in halves], 1)
 
-        if halved:
-            given.said = given.said | {"halves": HALVES[0]}
-        bias = getattr(layer, f"{name}_bias", None)
-        if bias is not None:
-            filled = outputs(bias.detach().unsqueeze(-1)).squeeze(-1)
-            setattr(layer, f"{name}_bias", nn.Parameter(filled, bias.requires_grad))
-        values, scale = (cast(torch.Tensor, getattr(base, part)) for part in ("values", "scale"))
-        values = _filled(outputs(values), 2, 16 * FORMATS[base.format].bits)
-        base = StackedBase(values, _filled(outputs(scale), 2, 4), base.format)
-        if factors is not None:
-            down = factors.down if halved else _filled(factors.down, 2, 128)
-            factors = StackedFactors(down, outputs(factors.up), factors.down.requires_grad)
-    if base is not None:
+    if halved:
+        given.said = given.said | {"halves": HALVES[0]}
+        if given.has_bias:
+            bias = getattr(layer, f"{name}_bias")
+            setattr(layer, f"{name}_bias", nn.Parameter(outputs(bias), bias.requires_grad))
+    if bases:
+        values = outputs(cast(torch.Tensor, one.values) for one in bases)
+        scale = outputs(one.scale for one in bases)
+        if blocks:
+            values = _filled(values, 2, 16 * FORMATS[bases[0].format].bits)
+            scale = _filled(scale, 2, 4)
+        base = StackedBase(values, scale, bases[0].format)
         layer.add_module(name.replace("_proj", "_base"), base)
-    if factors is not None:
+    low = [one for one in experts if isinstance(one, LowRankLinear)]
+    if low:
+        rank = max(one.rank for one in low)
+        down = torch.stack([_filled(one.down.weight.detach(), 0, rank) for one in low])
+        up = outputs(_filled(one.up.weight, 1, rank) for one in low)
+        down = _filled(down, 2, 128) if blocks and not halved else down
+        factors = StackedFactors(down, up, low[0].up.weight.requires_grad)
         layer.add_module(name.replace("_proj", "_factors"), factors)
 
 
@@ -348,26 +355,3 @@ def _slices(base: Any, name: str) -> list[ExpertLinear]:
             linear.bias = nn.Parameter(bias.detach()[i], bias.requires_grad)
         found.append(linear.train(base.training))
     return found
-
-
-def _stacked(layers: nn.ModuleList) -> tuple[StackedFactors | None, StackedBase | None]:
-    """Return the factors of all experts, lower ranks filled up with zeros, and their bases."""
-    factors, base = None, None
-    bases = [one for one in map(_base_of, layers) if one is not None]
-    if bases:
-        values, scale = (
-            torch.stack([cast(torch.Tensor, getattr(one, part)).detach() for one in bases])
-            for part in ("values", "scale")
-        )
-        base = StackedBase(values, scale, bases[0].format)
-    low = [one for one in layers if isinstance(one, LowRankLinear)]
-    if low:
-        rank = max(one.rank for one in low)
-        down, up = (
-            torch.stack([_filled(part.detach(), dim, rank) for part in parts])
-            for dim, parts in (
-                (0, [one.down.weight for one in low]), (1, [one.up.weight for one in low])
-            )
-        )  # fmt: skip
-        factors = StackedFactors(down, up, low[0].up.weight.requires_grad)
-    return factors, base
