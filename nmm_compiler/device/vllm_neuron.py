@@ -103,13 +103,12 @@ def _lowered(work: Compilation, gm: fx.GraphModule) -> fx.GraphModule:
     """Return the graph with kernels in place of our ops, or the original where one has none."""
     options = work.options
     try:
-        calls = {}
-        for node in calls_of(gm):
-            calls[node] = lower(*_call(node), lnc=options.lnc).launches
-        specs = [launch.spec for launches in calls.values() for launch in launches]
+        lowered = {node: lower(*_call(node), lnc=options.lnc) for node in calls_of(gm)}
+        calls = {node: call.launches[0] for node, call in lowered.items()}
+        specs = [launch.spec for launch in calls.values()]
         fill_cache(list(dict.fromkeys(specs)), options.target, options=options)
-        for node, launches in calls.items():
-            _replace(work, gm, node, launches)
+        for node, launch in calls.items():
+            _replace(work, gm, node, launch)
     except NmmError as error:
         if work.options.strict or isinstance(error, NeuronSetupError):
             raise
@@ -132,21 +131,17 @@ def _call(node: fx.Node) -> GraphCall:
     return called
 
 
-def _replace(
-    work: Compilation, gm: fx.GraphModule, node: fx.Node, launches: Sequence[Launch]
-) -> None:
-    """Put calls of kernels in the place of a call of an op."""
+def _replace(work: Compilation, gm: fx.GraphModule, node: fx.Node, launch: Launch) -> None:
+    """Put the call of a kernel in the place of a call of an op."""
     nodes = {id(meta_value(operand)): operand for operand in node.all_input_nodes}
-    results: list[fx.Node] = []
+    names = [tensor.name for tensor in launch.spec.inputs()]
+    operands = []
     with gm.graph.inserting_before(node):
-        for launch in launches:
-            names = [tensor.name for tensor in launch.spec.inputs()]
-            operands = []
-            for i, (name, tensor) in enumerate(zip(names, launch.operands, strict=True)):
-                # x and the residual, the op's last operand, have its token dimensions in the graph
-                source = node.args[-1] if name == "residual" else nodes.get(id(tensor))
-                operands.append(_matrix(gm, node.args[0] if i == 0 else source, tensor.shape))
-            results += _kernel_call(work, gm, launch.spec, operands, launch.operands[0])
+        for i, (name, tensor) in enumerate(zip(names, launch.operands, strict=True)):
+            # x and the residual, the op's last operand, have its token dimensions in the graph
+            source = node.args[-1] if name == "residual" else nodes.get(id(tensor))
+            operands.append(_matrix(gm, node.args[0] if i == 0 else source, tensor.shape))
+        results = _kernel_call(work, gm, launch.spec, operands, launch.operands[0])
         given = meta_value(node)
         many = isinstance(given, (list, tuple))
         values = given if many else [given]
