@@ -39,8 +39,7 @@ from nmm_compiler.prediction.model import Line as PhaseLine
 from nmm_compiler.prediction.model import ModelPrediction, Phase
 from nmm_compiler.prediction.predict import predict
 from nmm_compiler.prediction.stacks import STACKS
-from nmm_compiler.prices.kernel import noted_kernels
-from nmm_compiler.prices.many import price_many
+from nmm_compiler.prices.kernel import noted_kernels, price_many
 from nmm_compiler.prices.ways import ERRORS
 from nmm_compiler.records import Record
 from nmm_compiler.report.charts import gain_bars

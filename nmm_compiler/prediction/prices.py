@@ -6,7 +6,7 @@
                  bound or law: products and engine passes in prefill, bytes of the cache in decode
     pointwise    bound: HBM bytes of the region, or its engine operations
     copy         bound: bytes
-    collective   published law (`collectives.py`)
+    collective   published law (`prices/kernel.py`)
     one of many  a kernel that sums over the cores between its products: simulated or estimated,
                  with the published law of the sum and of the wait for the other cores
 
@@ -47,8 +47,7 @@ from nmm_compiler.prediction.forms import Form, read_form
 from nmm_compiler.prediction.model import Line
 from nmm_compiler.prediction.tensor_parallel import COLLECTIVES
 from nmm_compiler.prediction.walk import Piece
-from nmm_compiler.prices.collectives import collective_us
-from nmm_compiler.prices.kernel import LAUNCH_GAP_US, NO_KERNEL, launch_us
+from nmm_compiler.prices.kernel import LAUNCH_GAP_US, NO_KERNEL, collective_us, launch_us
 from nmm_compiler.prices.ways import Row
 from nmm_compiler.report.text import counted
 from nmm_compiler.targets import Target

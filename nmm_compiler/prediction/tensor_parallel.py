@@ -10,7 +10,7 @@ stay whole. A low-rank linear y = (x u) v is cut as the backend cuts it (`tensor
                                                            inside of one kernel
 
 Collectives are ops of their own in the traced graph, but for the one inside of a kernel: they move
-nothing here and are priced by `prices/collectives.py`. `fastest` compares that kernel with two
+nothing here and are priced by `prices/kernel.py`. `fastest` compares that kernel with two
 products and a collective.
 """
 

@@ -11,22 +11,24 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from nmm_compiler.cache.key import Key
 from nmm_compiler.cache.store import Store
+from nmm_compiler.codegen.build_many import Progress, each, request_of, request_text
 from nmm_compiler.codegen.choose import choose, rank, simulated
 from nmm_compiler.codegen.code_digests import code_fields
 from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.codegen.tuned import tuned_choice
-from nmm_compiler.errors import CapacityError, ShapeError, SpecError
+from nmm_compiler.codegen.workers import cores
+from nmm_compiler.errors import CapacityError, NmmError, ShapeError, SpecError
 from nmm_compiler.kernels.base import WEIGHTS, KernelSpec
 from nmm_compiler.kernels.experts.spec import ExpertsSpec
 from nmm_compiler.kernels.linear.spec import LinearSpec
-from nmm_compiler.options import INSTRUCTION_BUDGET, LARGEST_BUCKET
-from nmm_compiler.prices.collectives import PAIR_BARRIER_US, PAIR_EXCHANGE_US, wait_us
+from nmm_compiler.options import INSTRUCTION_BUDGET, LARGEST_BUCKET, Options
 from nmm_compiler.targets import Target, get
 from nmm_compiler.targets.collective_time import collective_alone_us
 from nmm_compiler.targets.this_machine import differences
@@ -38,6 +40,17 @@ NO_KERNEL = (CapacityError, ShapeError, SpecError)
 LAUNCH_GAP_US = 2.0
 """Time from one kernel to the next in one program; chosen on published decodes
 (docs/latency.md)."""
+
+# Core pair of one logical core: published for trn2 (NxD Inference and NKI notes).
+PAIR_EXCHANGE_US = 9.2
+PAIR_BARRIER_US = 3.0
+# Median of all-reduces in a decode of 64 ranks, 44 us, over the isolated 17.5 us; the best took
+# 17.5 us and one in ten more than 135 us.
+WAIT_FACTOR = 44.0 / 17.5
+WAIT_RANKS = 64
+
+# A worker takes 1.4 CPU s before its first kernel.
+_WORTH_WORKERS = 8
 
 # Tokens from which two cores share the tokens, so that they exchange nothing.
 MANY_TOKENS = 256
@@ -209,3 +222,80 @@ def exchanges_of(spec: Any) -> int:
 def with_tokens(spec: KernelSpec, tokens: int) -> KernelSpec:
     """Return the spec for so many tokens."""
     return dataclasses.replace(spec, m=tokens)
+
+
+# -- collectives between cores ------------------------------------------------------------------
+
+# Isolated latencies come from the target. In a running model the cores do not arrive at the same
+# time, and waiting is most of a small collective.
+
+
+def collective_us(kind: str, size: int, ranks: int, target: Target) -> float:
+    """Return microseconds of a collective; size: bytes of its whole result.
+
+    kind: all_reduce or all_gather, which moves half as much.
+    """
+    if ranks == 1:
+        return 0.0
+    moved = size if kind == "all_reduce" else size / 2
+    alone = collective_alone_us(max(moved, 1.0), ranks, target)
+    return alone + wait_us(ranks, target)
+
+
+def wait_us(ranks: int, target: Target) -> float:
+    """Return how long a core waits for the others: it grows with the steps of a tree of ranks."""
+    steps = math.log2(ranks) / math.log2(WAIT_RANKS)
+    return (WAIT_FACTOR - 1.0) * steps * collective_alone_us(1.0, ranks, target)
+
+
+# -- the prices of many kernels, in processes of their own --------------------------------------
+
+
+def price_many(
+    requests: Iterable[tuple[KernelSpec, str]],
+    *,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Simulate the prices that the kernel cache lacks, each once.
+
+    `simulated_us` finds them there. Without a cache that can be written they are simulated here,
+    and this process keeps them.
+
+    requests: (spec, target). jobs: processes at once, by default one for each core. A kernel
+    without a price, as no schedule is legal, is left to `simulated_us`, which raises the reason.
+    """
+    missing = _missing(requests)
+    count = min(jobs or cores(), len(missing))
+    if count >= 2 and len(missing) >= _WORTH_WORKERS and Store.for_kernels().mode == "rw":
+        each(
+            price_one, missing, _text, lambda one, _: f"simulated {one[0].short()} on {one[1]}",
+            whole=len(missing), executor=None, jobs=count, progress=progress,
+        )  # fmt: skip
+        return
+    for done, (spec, target) in enumerate(missing):
+        if progress is not None:
+            progress(f"simulating {spec.short()} on {target}", done, len(missing))
+        price_one(_text(spec, target))
+
+
+def _text(spec: KernelSpec, target: str) -> str:
+    return request_text(spec, target, Options())
+
+
+def price_one(text: str) -> str:
+    """Simulate the kernel of a request; return its microseconds as JSON, null without a kernel."""
+    spec, target, _ = request_of(json.loads(text))
+    try:
+        return json.dumps(simulated_us(spec, target))
+    except NmmError:
+        return "null"
+
+
+def _missing(requests: Iterable[tuple[KernelSpec, str]]) -> list[tuple[KernelSpec, str]]:
+    """Return each launch whose price the cache lacks, once, those with the most work first."""
+    wanted = {(one, target): None for spec, target in requests for one in launches_of(spec)}
+    keys = {price_key(spec, machine_target(name)): (spec, name) for spec, name in wanted}
+    store = Store.for_kernels()
+    absent = list(keys) if store.mode in ("off", "require") else store.missing(list(keys))
+    return sorted((keys[key] for key in absent), key=lambda one: -one[0].flops())

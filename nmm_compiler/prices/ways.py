@@ -26,8 +26,7 @@ from nmm_compiler.kernels.linear.specs import (
     LowRankSpec,
     MatmulSpec,
 )
-from nmm_compiler.prices.collectives import collective_us
-from nmm_compiler.prices.kernel import LAUNCH_GAP_US, row_us
+from nmm_compiler.prices.kernel import LAUNCH_GAP_US, collective_us, row_us
 from nmm_compiler.records import Record
 from nmm_compiler.simulator.timing.evidence import mean_error
 from nmm_compiler.targets import Target

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from nmm_compiler import targets
-from nmm_compiler.prices.collectives import WAIT_FACTOR, WAIT_RANKS, collective_us
+from nmm_compiler.prices.kernel import WAIT_FACTOR, WAIT_RANKS, collective_us
 from nmm_compiler.targets.collective_time import collective_alone_us
 
 

@@ -13,7 +13,6 @@ from nmm_compiler.prediction.forms import read_form
 from nmm_compiler.prediction.model import Line, Memory, ModelPrediction, Phase
 from nmm_compiler.prediction.plan import Plan, layer_gains, plan
 from nmm_compiler.prices import kernel as latency
-from nmm_compiler.prices import many
 from nmm_compiler.targets import get
 
 pytest.importorskip("transformers")
@@ -99,7 +98,7 @@ def test_the_command_writes_table_page_and_figures(tmp_path, monkeypatch, nmm):
     """And it simulates each kernel of all settings once, before it predicts."""
     (tmp_path / "cache").mkdir(mode=0o700)
     monkeypatch.setenv("NMM_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(many, "cores", lambda: 1)
+    monkeypatch.setattr(latency, "cores", lambda: 1)
     simulated, simulate = [], latency._simulate
     monkeypatch.setattr(latency, "_simulate", lambda *one: simulated.append(one) or simulate(*one))
     latency._simulated_us.cache_clear()

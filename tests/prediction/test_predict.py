@@ -20,18 +20,16 @@ from nmm_compiler.prediction.model import ModelPrediction
 from nmm_compiler.prediction.predict import predict
 from nmm_compiler.prediction.prices import Machine, kernel_price, price
 from nmm_compiler.prediction.walk import Piece
-from nmm_compiler.prices.collectives import (
-    PAIR_BARRIER_US,
-    PAIR_EXCHANGE_US,
-    collective_us,
-    wait_us,
-)
 from nmm_compiler.prices.kernel import (
     LAUNCH_GAP_US,
+    PAIR_BARRIER_US,
+    PAIR_EXCHANGE_US,
     beyond_simulated_us,
+    collective_us,
     estimate_us,
     exchanges_of,
     simulated_us,
+    wait_us,
 )
 from nmm_compiler.prices.ways import ways
 from nmm_compiler.targets import get

@@ -18,8 +18,15 @@ from nmm_compiler.kernels.linear.specs import (
 )
 from nmm_compiler.options import LARGEST_BUCKET
 from nmm_compiler.prices import kernel as prices
-from nmm_compiler.prices.collectives import PAIR_BARRIER_US, collective_us, wait_us
-from nmm_compiler.prices.kernel import LAUNCH_GAP_US, estimate_us, launches_of, simulated_us
+from nmm_compiler.prices.kernel import (
+    LAUNCH_GAP_US,
+    PAIR_BARRIER_US,
+    collective_us,
+    estimate_us,
+    launches_of,
+    simulated_us,
+    wait_us,
+)
 from nmm_compiler.prices.ways import (
     alternatives,
     dense_rows,
