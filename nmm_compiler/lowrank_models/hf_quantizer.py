@@ -19,7 +19,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from nmm_compiler.errors import FileError
 from nmm_compiler.lowrank_models import experts
-from nmm_compiler.lowrank_models.hf import METHOD, SavedLayers, compressed, prepare
+from nmm_compiler.lowrank_models.hf_layers import METHOD, SavedLayers, compressed, prepare
 from nmm_compiler.lowrank_models.modules import LowRankLinear, put
 from nmm_compiler.lowrank_models.quantize import QuantizedLinear
 

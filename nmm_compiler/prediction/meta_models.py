@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from nmm_compiler.errors import ModelError, UnknownNameError, one_line
-from nmm_compiler.lowrank_models import hf
+from nmm_compiler.lowrank_models import hf_layers
+from nmm_compiler.lowrank_models.hf import require_transformers
 from nmm_compiler.lowrank_models.meta_copies import MetaModel, without_data
 from nmm_compiler.outputs import read_json
 
@@ -40,7 +41,7 @@ def meta_model(model_or_config: Any, dtype: torch.dtype) -> MetaModel:
         return MetaModel(without_data(model_or_config), type(model_or_config).__name__)
     config = read_config(model_or_config)
     name, saved = str(config.name_or_path) or str(config.model_type), saved_layers(config)
-    transformers = hf.require_transformers("a model without its code")
+    transformers = require_transformers("a model without its code")
     with torch.device("meta"):
         try:
             kind = _auto_class(transformers, config)
@@ -49,11 +50,11 @@ def meta_model(model_or_config: Any, dtype: torch.dtype) -> MetaModel:
             text = f"{type(error).__name__}: {one_line(error)}"
             raise ModelError(f"transformers makes no model of the config: {text}") from error
         if saved is not None:
-            hf.prepare(module, saved)
+            hf_layers.prepare(module, saved)
     return MetaModel(module.eval(), name)
 
 
-def saved_layers(config: Any) -> hf.SavedLayers | None:
+def saved_layers(config: Any) -> hf_layers.SavedLayers | None:
     """Return what the config of a saved low-rank model says of its layers, None for any other.
 
     Raises ModelError for a config of another quantization, FileError for a damaged one.
@@ -62,12 +63,12 @@ def saved_layers(config: Any) -> hf.SavedLayers | None:
     if saved is None:
         return None
     fields = saved if isinstance(saved, Mapping) else saved.to_dict()
-    if fields.get("quant_method") != hf.METHOD:
+    if fields.get("quant_method") != hf_layers.METHOD:
         raise ModelError(
             f"the config is of a model quantized by {fields.get('quant_method')}; pass the config "
             "of the model that it was made from, and weights= for the format"
         )
-    return hf.SavedLayers.read(fields)
+    return hf_layers.SavedLayers.read(fields)
 
 
 def dense_config(config: Any) -> Any:
@@ -80,7 +81,7 @@ def dense_config(config: Any) -> Any:
 
 def read_config(given: Any) -> Any:
     """Return the transformers config of a config, a dict, a path or a public name."""
-    transformers = hf.require_transformers("a model without its code")
+    transformers = require_transformers("a model without its code")
     if isinstance(given, transformers.PreTrainedConfig):
         return copy.deepcopy(given)
     name = ""

@@ -21,7 +21,7 @@ from nmm_compiler.kernels.base import CORES, item_bytes
 from nmm_compiler.kernels.tiling import tiles
 from nmm_compiler.lowrank_models.apply import compress, count_parameters
 from nmm_compiler.lowrank_models.experts import StackedBase
-from nmm_compiler.lowrank_models.hf import SavedLayers
+from nmm_compiler.lowrank_models.hf_layers import SavedLayers
 from nmm_compiler.lowrank_models.meta_copies import MetaModel, example_inputs, shorten
 from nmm_compiler.lowrank_models.quantize import QuantizedLinear
 from nmm_compiler.lowrank_models.select import Patterns

@@ -1,0 +1,140 @@
+"""The low-rank layers of a transformers model: what a config says of them, and in place empty."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from nmm_compiler.errors import FileError
+from nmm_compiler.lowrank_models import experts
+from nmm_compiler.lowrank_models.modules import LowRankLinear, put, sizes_of
+from nmm_compiler.lowrank_models.quantize import (
+    FORMATS,
+    QuantizedLinear,
+    format_of,
+    make_layer,
+)
+
+METHOD = "nmm_lowrank"
+# No matrix of a model is this wide; more is a damaged file.
+_LARGEST_RANK = 1 << 24
+
+
+def compressed(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
+    """Yield each layer, and each stack of experts, that has factors, few bits, or both.
+
+    That is (name, what has the factors, the base), None for what it has not.
+    """
+    inside: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, LowRankLinear):
+            inside.update(module.children())
+            yield name, module, module.base
+        elif isinstance(module, QuantizedLinear) and module not in inside:
+            yield name, None, module
+        for weight, factors, base in experts.compressed_stacks(module):
+            yield f"{name}.{weight}", factors, base
+
+
+@dataclass(frozen=True)
+class SavedLayers:
+    """What config.json says of a low-rank model.
+
+    ranks: by the name of a layer or of stacked experts; 0 for a base without a branch. formats: of
+    factors that are not floats. bases: of the weights beside the factors.
+    """
+
+    ranks: dict[str, int]
+    formats: dict[str, str]
+    bases: dict[str, str]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> SavedLayers:
+        """Return what a model has."""
+        saved = cls({}, {}, {})
+        for name, factors, base in compressed(model):
+            saved.ranks[name] = 0 if factors is None else factors.rank
+            formats = (format_of(getattr(factors, "down", None)), format_of(base))
+            for held, kind in zip((saved.formats, saved.bases), formats, strict=True):
+                held.update({} if kind is None else {name: kind})
+        return saved
+
+    @classmethod
+    def read(cls, fields: Mapping[str, Any]) -> SavedLayers:
+        """Return what the fields of a saved quantization_config say; raise FileError for others."""
+        found: dict[str, Any] = {"ranks": fields.get("ranks")}
+        found |= {name: fields.get(name) or {} for name in ("formats", "bases")}
+        wrong = {name: held for name, held in found.items() if not isinstance(held, Mapping)}
+        if not wrong:
+            ranks, bases = found["ranks"], found["bases"]
+            kinds = (*found["formats"].items(), *bases.items())
+            wrong = {n: kind for n, kind in kinds if n not in ranks or str(kind) not in FORMATS}
+            for name, rank in ranks.items():
+                if type(rank) is not int or not (name not in bases) <= rank < _LARGEST_RANK:
+                    wrong[name] = rank
+        if wrong:
+            raise FileError(
+                f"the saved config's quantization_config has {wrong!r:.100}; a layer has a rank, a "
+                "positive whole number or 0 for a base alone, and maybe a format and a base, of "
+                f"{', '.join(FORMATS)}: restore config.json from the directory that the model was "
+                "saved to"
+            )
+        return cls(**{name: dict(held) for name, held in found.items()})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what config.json gets."""
+        more = {"formats": dict(self.formats), "bases": dict(self.bases)}
+        return {"ranks": dict(self.ranks), **{name: held for name, held in more.items() if held}}
+
+
+def prepare(model: nn.Module, saved: SavedLayers) -> tuple[str, ...]:
+    """Replace the saved layers by empty low-rank ones on the same device and dtype.
+
+    Returns their names in this model. Raises FileError for a name that is no linear of the model.
+    """
+    experts.split(model)
+    modules = dict(model.named_modules())
+    base = getattr(model, "base_model_prefix", "")
+    headless = getattr(model, "base_model", None) is model
+    found = {name: _find(name, modules, base) for name in saved.ranks}
+    if headless and any(found.values()):
+        # A base model loaded from a checkpoint with a head: layers of the head have no place here.
+        found = {s: n for s, n in found.items() if n or s.startswith(f"{base}.")}
+    for saved_name, name in found.items():
+        stack = modules.get(str(name))
+        each = len(stack) if isinstance(stack, nn.ModuleList) else 0
+        for place in [f"{name}.{i}" for i in range(each)] or [str(name)]:
+            old = modules.get(place)
+            if not sizes_of(old):
+                raise FileError(
+                    f"the saved config gives rank {saved.ranks[saved_name]} to {saved_name!r}, "
+                    f"which is no linear layer of {type(model).__name__}; load it into the "
+                    "architecture it was saved from"
+                )
+            put(model, [place], _empty(old, saved, saved_name))
+    experts.join(model)
+    return tuple(name for name in found.values() if name is not None)
+
+
+def _empty(old: Any, saved: SavedLayers, name: str) -> nn.Module:
+    """Return what is saved in the place of a linear, without values, on its device."""
+    weight, (n, k), rank = old.weight, sizes_of(old), saved.ranks[name]
+    down, up, dense = (
+        torch.empty(shape, device="meta", dtype=weight.dtype)
+        for shape in ((rank, k), (n, rank), (n, k))
+    )
+    bias = None if old.bias is None else nn.Parameter(torch.empty_like(dense[:, 0]))
+    named = saved.bases.get(name)
+    few = None if named is None else QuantizedLinear.of(dense, named)
+    layer = make_layer(down, up, bias, few, saved.formats.get(name))
+    return layer if weight.is_meta else layer.to_empty(device=weight.device)
+
+
+def _find(name: str, modules: Mapping[str, nn.Module], base: str) -> str | None:
+    """Return a saved name as this model has it: with or without the base model's prefix."""
+    forms = [name, f"{base}.{name}", name.removeprefix(f"{base}.")]
+    return next((form for form in forms if form in modules), None)
