@@ -1,9 +1,9 @@
 """`compress`: a model's linears become low-rank, in place.
 
 Reads top to bottom: select the matrices (`select.py`), calibrate (`calibrate.py`), decide all ranks
-(`plan.py`), then factorize and replace one layer after the other (`factorize.py`). A layer is
-replaced in one step after its factors are complete, so an interrupt between any two instructions
-leaves a model that works.
+(`make_plan`, by the allocators of `ranks.py`), then factorize and replace one layer after the other
+(`factorize.py`). A layer is replaced in one step after its factors are complete, so an interrupt
+between any two instructions leaves a model that works.
 """
 
 from __future__ import annotations
@@ -11,16 +11,18 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import nn
 
 from nmm_compiler.codegen.machine_target import machine_target
-from nmm_compiler.errors import OptionTypeError
+from nmm_compiler.errors import ModelError, OptionTypeError, closest
 from nmm_compiler.kernels.linear.corrected import reads_as_stored
+from nmm_compiler.kernels.packed_formats import MX, check_blocks
 from nmm_compiler.lowrank_models import experts, hf
+from nmm_compiler.lowrank_models import ranks as allocation
 from nmm_compiler.lowrank_models.calibrate import Statistics, as_batches, collect
 from nmm_compiler.lowrank_models.config import CompressionConfig
 from nmm_compiler.lowrank_models.factorize import (
@@ -30,14 +32,10 @@ from nmm_compiler.lowrank_models.factorize import (
     measure,
     one_thread,
     scaled_coefficients,
+    spectrum,
 )
 from nmm_compiler.lowrank_models.modules import LowRankLinear, put
-from nmm_compiler.lowrank_models.plan import (
-    check_base,
-    check_meta,
-    make_plan,
-    moments_of,
-)
+from nmm_compiler.lowrank_models.moments import Moments, regularize
 from nmm_compiler.lowrank_models.predicted_time import JUDGE, Prices, kernel_prices
 from nmm_compiler.lowrank_models.progress import steps
 from nmm_compiler.lowrank_models.quantize import (
@@ -45,11 +43,20 @@ from nmm_compiler.lowrank_models.quantize import (
     make_layer,
     residual,
     rounded_beside,
+    stored_bytes,
 )
-from nmm_compiler.lowrank_models.ranks import Shape
 from nmm_compiler.lowrank_models.report import CompressionReport, LayerReport
-from nmm_compiler.lowrank_models.select import Patterns, Site, find_sites
+from nmm_compiler.lowrank_models.select import Patterns, Site, find_sites, matches
 from nmm_compiler.options import check_names
+
+_BRANCH_ALIGN = 32
+"""The tile of ranks beside a base: a block of MX factors, and few enough for a choice."""
+_SLOWER = "its call would be slower at any rank: kept dense"
+Losses = dict[str, list[float]]
+"""Per layer, the loss of keeping rank 0, 1, 2, ... in a unit common to all."""
+Ranks = dict[str, int | None]
+Notes = dict[str, tuple[str, bool]]
+"""Per layer, what to say of its rank, and whether the ratio is over this layer, too."""
 
 
 def compress(model: nn.Module, ratio: float | None = None, **keywords: Any) -> CompressionReport:
@@ -211,7 +218,7 @@ def _prices(
         return None
     if sites[0].weight.is_meta and config.allow_slower:
         return None
-    layers = [Shape(site.name, site.k, site.n) for site in sites]
+    layers = [allocation.Shape(site.name, site.k, site.n) for site in sites]
     dtype = str(config.dtype or sites[0].weight.dtype).removeprefix("torch.")
     first = None if batches is None else batches[0]
     return kernel_prices(model, layers, dtype, config.passes, config.target, first, config.factors)
@@ -288,3 +295,275 @@ def _replace(
         weight, up.detach(), down.detach(), inputs, inside, None if base is None else target
     )
     return dataclasses.replace(layer, weight_error=weight_error, output_error=output_error)
+
+
+# -- which rank every matrix gets -----------------------------------------------------------------
+
+
+def check_meta(config: CompressionConfig, sites: Sequence[Site]) -> None:
+    """Raise OptionTypeError where a model without weights is to be judged by its weights."""
+    if any(site.weight.is_meta for site in sites) and config.allocation == "global":
+        name = "base" if config.calibration is None else "calibration"
+        raise OptionTypeError(
+            name,
+            "given",
+            "neither calibration nor a ratio with base= for a model on the meta "
+            "device, which has shapes and no weights",
+        )
+
+
+def check_base(config: CompressionConfig, sites: Sequence[Site]) -> None:
+    """Raise OptionTypeError or ShapeError, naming the layer, for what has no such base."""
+    form = config.base
+    for site in sites if form is not None else ():
+        check_blocks(site.k, str(form), site.name)
+
+
+def moments_of(site: Site, method: str, statistics: Statistics | None) -> Moments:
+    """Return the regularized moments a method weighs a site's error with."""
+    inputs = None if statistics is None else statistics.inputs.get(site.name)
+    if statistics is None or inputs is None or not inputs.tokens:
+        return Moments()  # no data, or an expert that no token reached
+    gradient = statistics.gradients.get(site.name) if method == "two-sided" else None
+    return Moments(regularize(inputs), None if gradient is None else regularize(gradient))
+
+
+def losses_of(
+    sites: Sequence[Site], method: str, statistics: Statistics | None, base: str | None = None
+) -> Losses:
+    """Return the losses of these sites by group.
+
+    A loss is, with gradients, half the expected g^T (dW x) squared, summed over the tokens; else
+    the squared relative error of the matrix, weighted by its inputs when there is calibration.
+    With a base the ranks are those of the branch.
+    """
+    losses: Losses = {}
+    with steps("measuring spectra") as step:
+        for i, site in enumerate(sites):
+            step(f"measuring {site.name}", i, len(sites))
+            moments = moments_of(site, method, statistics).to(site.weight.device)
+            tail = torch.zeros(min(site.n, site.k) + 1, dtype=torch.float64)
+            if statistics is None or moments.inputs is not None:
+                squares = spectrum(site.target(base), moments, site.name)
+                tail = torch.cat([squares.flip(0).cumsum(0).flip(0), squares.new_zeros(1)])
+                if moments.gradients is not None and statistics is not None:
+                    tail *= 0.5 * statistics.inputs[site.name].tokens
+                elif tail[0] > 0:
+                    tail /= tail[0].clone() if base is None else _squared_norm(site, statistics)
+            before = losses.get(site.group, [0.0] * len(tail))
+            losses[site.group] = [a + b for a, b in zip(before, tail.tolist(), strict=True)]
+    return losses
+
+
+def _squared_norm(site: Site, statistics: Statistics | None) -> float:
+    """Return |W A^1/2|_F^2 of a weight, or |W|_F^2 without calibration."""
+    moment = None if statistics is None else statistics.inputs[site.name]
+    wide = site.weight.double()
+    weighted = wide if moment is None else wide @ moment.mean.to(wide.device)
+    return float((weighted * wide).sum())
+
+
+def shape_of(site: Site, config: CompressionConfig) -> allocation.Shape:
+    """Return a site as a matrix to allocate a rank for; with a base in units of 16 bits."""
+    if config.base is None:
+        return allocation.Shape(site.name, site.k, site.n)
+    none, some = (layer_bytes(site, rank, config) for rank in (0, 32))
+    scales = _factor_bytes(site, 0, config)
+    unit = (some - none - scales) / 32 / (site.k + site.n)
+    return allocation.Shape(site.name, site.k, site.n, base=(none + scales) / 2, unit=unit / 2)
+
+
+def layer_bytes(site: Site, rank: int | None, config: CompressionConfig) -> int:
+    """Return the bytes of a layer's matrices with their scales; rank None for a dense one."""
+    dtype = site.weight.dtype
+    if rank is None:
+        return stored_bytes(site.n, site.k, None, dtype)
+    base = 0
+    if config.base is not None:
+        base = stored_bytes(site.n, site.k, config.base, dtype)
+    return base + (_factor_bytes(site, rank, config) if rank else 0)
+
+
+def _factor_bytes(site: Site, rank: int, config: CompressionConfig) -> int:
+    dtype = config.dtype or site.weight.dtype
+    down = stored_bytes(rank, site.k, config.factors, dtype)
+    if config.factors == "fp8" and config.base in MX:  # its scales are those of the rank
+        return down + stored_bytes(rank, site.n, config.factors, dtype)
+    return down + stored_bytes(site.n, rank, config.factors, dtype)
+
+
+def make_plan(
+    sites: Sequence[Site],
+    config: CompressionConfig,
+    statistics: Statistics | None,
+    prices: Prices | None,
+) -> tuple[list[LayerReport], int]:
+    """Return (each layer with its rank, None for dense; the tile of all ranks).
+
+    Layers without gradients stay dense: the output does not depend on them, so the effect of an
+    error in them is unknown. So do layers that would be slower low-rank, by `prices`. Raises
+    ModelError when no legal ranks meet the ratio.
+    """
+    unused: list[Site] = []
+    if statistics is not None and config.resolved_method == "two-sided":
+        used = {s.group for s in sites if s.name in statistics.gradients}
+        unused = [site for site in sites if site.group not in used]
+        sites = [site for site in sites if site.group in used]
+    judge = None if config.allow_slower else prices
+    if config.effective_ratio is None:
+        ranks, notes, align = *_explicit(sites, config, judge), config.align or 1
+    else:
+        ranks, notes, align = _budgeted(sites, config, statistics, judge, config.effective_ratio)
+    shares, slower = ({}, {}) if prices is None else (prices.shares(ranks), prices.slower(ranks))
+    unused_note = "the model's output does not depend on it: kept dense"
+    notes |= {site.name: (unused_note, False) for site in unused}
+    layers = []
+    for site in (*sites, *unused):
+        rank, (note, counted) = ranks.get(site.name), notes[site.name]
+        if rank and config.factors is not None:
+            check_blocks(site.k, config.factors, f"{site.name}.down")
+            check_blocks(rank, config.factors, f"{site.name}.up")
+        dense_us, us = shares.get(site.name, (None, None))
+        layers.append(
+            LayerReport(
+                name=site.name, k=site.k, n=site.n, rank=rank, note=note, counted=counted,
+                bytes=layer_bytes(site, rank, config), dense_us=dense_us, us=us,
+                slower=site.name in slower,
+            )
+        )  # fmt: skip
+    return layers, align
+
+
+def _budgeted(
+    sites: Sequence[Site],
+    config: CompressionConfig,
+    statistics: Statistics | None,
+    prices: Prices | None,
+    ratio: float,
+) -> tuple[Ranks, Notes, int]:
+    """Return (ranks that meet a ratio, a note on each layer, the tile of the ranks).
+
+    Layers that share a rank, as the experts of one weight do, are one shape of the allocation.
+    """
+    shapes = [shape_of(site, config) for site in sites]
+    align = config.align or _BRANCH_ALIGN
+    if config.base is None:
+        align = config.align or allocation.choose_align(shapes, ratio)
+    uniform = config.allocation == "uniform"
+    members: dict[str, list[str]] = {}
+    for site in sites:
+        members.setdefault(site.group, []).append(site.name)
+    first = {shape.name: shape for shape in shapes}
+    shared = [
+        dataclasses.replace(first[names[0]], name=name, count=len(names))
+        for name, names in members.items()
+    ]
+    ranks_of = {one.name: list(allocation.legal_ranks(one, align)) for one in shared}
+    losses: Losses = {}
+    slow: dict[str, str] = {}
+    if ratio and not uniform:
+        losses = losses_of(sites, config.resolved_method, statistics, config.base)
+        if prices is not None:
+            nominal = {name: _nominal(first[name], ranks_of[key], ratio)
+                       for key, names in members.items() for name in names}  # fmt: skip
+            for key, (name, *_) in members.items():
+                paying = [r for r in ranks_of[key] if prices.may_pay(name, r, nominal)]
+                if ranks_of[key] and not paying:
+                    slow |= dict.fromkeys(members[key], prices.slower(nominal).get(name, _SLOWER))
+                ranks_of[key] = paying or ranks_of[key]
+
+    def allocate(slow: Mapping[str, str]) -> Ranks:
+        left = [one for one in shared if members[one.name][0] not in slow]
+        if uniform:
+            found = allocation.allocate_uniform(left, ratio, align)
+        else:
+            found = allocation.allocate_global(
+                left,
+                losses,
+                ratio,
+                align,
+                permitted=lambda name, rank: not rank or rank in ranks_of[name],
+            )
+        return {name: found.get(key) for key, names in members.items() for name in names}
+
+    legal = {names[0] for key, names in members.items() if ranks_of[key]}
+    ranks, slow = _none_slower(allocate, legal, slow, prices)
+    none = f"no multiple of {align} is below break-even"
+    notes = {  # a base alone is in the budget, and a matrix that stays dense is not
+        shape.name: ("", True)
+        if allocation.legal_ranks(shape, align)
+        else (none, shape.base is not None)
+        for shape in shapes
+    }
+    return ranks, notes | {name: (why, False) for name, why in slow.items()}, align
+
+
+def _nominal(shape: allocation.Shape, ranks: Sequence[int], ratio: float) -> int | None:
+    """Return the rank that a shape would have at the ratio, None where none is legal."""
+    ideal = (1 - ratio) * shape.k * shape.n / (shape.k + shape.n)
+    return min(ranks, key=lambda rank: abs(rank - ideal), default=None)
+
+
+def _none_slower(
+    allocate: Callable[[Mapping[str, str]], Ranks],
+    legal: set[str],
+    slow: dict[str, str],
+    prices: Prices | None,
+) -> tuple[Ranks, dict[str, str]]:
+    """Return (ranks, why some layers stay dense): none makes its call slower than dense.
+
+    allocate: the ranks beside these slow layers. legal: layers that have a legal rank. What a slow
+    layer gives up is spent again on the others. Raises ModelError where all of them are slow.
+    """
+    while True:
+        if prices is not None and legal and legal <= slow.keys():
+            workload = ", ".join(
+                f"{tokens} token{'s' * (tokens != 1)} a call"
+                + (f" ({weight:.0%})" if weight < 1 else "")
+                for _, tokens, weight in prices.workload
+            )
+            raise ModelError(
+                f"low rank is predicted to be slower than dense in all {len(legal)} layers that "
+                f"have a rank, for {workload}; pass allow_slower=True for a smaller model all the "
+                "same, a larger ratio, or the workload= that the model serves"
+            )
+        ranks = allocate(slow)
+        found = {} if prices is None else prices.slower(ranks)
+        if not found:
+            return ranks, slow
+        slow = slow | found
+
+
+def _explicit(
+    sites: Sequence[Site], config: CompressionConfig, prices: Prices | None
+) -> tuple[Ranks, Notes]:
+    """Return the ranks that the user gave, with notes; each pattern must match something."""
+    ranks_given = config.given_ranks
+    given: Mapping[str, int] = (
+        {"*": ranks_given} if isinstance(ranks_given, int) else ranks_given or {}
+    )
+    names = [name for site in sites for name in site.names]
+    for pattern in given:
+        if not any(matches(name, pattern) for name in names):
+            raise ModelError(
+                f"rank pattern {pattern!r} matches none of the {len(sites)} selected layers"
+                f"{closest(pattern, names)} (e.g. {', '.join(names[:4])})"
+            )
+    ranks: Ranks = {}
+    notes: Notes = {}
+    for site in sites:
+        rank = next(
+            (r for p, r in given.items() if any(matches(name, p) for name in site.names)), None
+        )
+        note = "no rank given: kept dense"
+        if config.base is not None and not rank:
+            rank, note = 0, ""
+        elif rank is not None:
+            shape = shape_of(site, config)
+            rank, note = allocation.check_explicit(shape, rank, config.align)
+        ranks[site.name], notes[site.name] = rank, (note, True)
+    ranks, slow = _none_slower(
+        lambda slow: {name: None if name in slow else rank for name, rank in ranks.items()},
+        {name for name, rank in ranks.items() if rank}, {}, prices,
+    )  # fmt: skip
+    return ranks, notes | {name: (why, False) for name, why in slow.items()}

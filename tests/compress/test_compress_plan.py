@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from nmm_compiler.errors import ModelError
+from nmm_compiler.lowrank_models.apply import losses_of, make_plan
 from nmm_compiler.lowrank_models.calibrate import Statistics
 from nmm_compiler.lowrank_models.config import CompressionConfig
 from nmm_compiler.lowrank_models.moments import SecondMoment
-from nmm_compiler.lowrank_models.plan import losses_of, make_plan
 from nmm_compiler.lowrank_models.select import Site
 
 
