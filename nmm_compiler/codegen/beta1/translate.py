@@ -43,7 +43,7 @@ from nmm_compiler.codegen.beta1.expressions import (
     subscript,
 )
 from nmm_compiler.codegen.beta1.facts import CHIP, HBM, Facts, is_new_tile, is_reshaped
-from nmm_compiler.codegen.beta1.views import METHODS, Scope, predicate
+from nmm_compiler.codegen.beta1.views import METHODS, View, predicate
 from nmm_compiler.codegen.printed import printed, text
 from nmm_compiler.codegen.tidy import remove_unused
 from nmm_compiler.codegen.trees import (
@@ -130,14 +130,17 @@ def to_beta_1(source: str) -> str:
 
 
 class _Function(Editor):
-    """Translates one function.
+    """Translates one function, its statements in order.
 
-    target: the name that the present statement gives a value to.
+    views: names that stand for views, and so for no tensor of Beta 1; None for one that a nested
+    block has changed. values: what other names were assigned last. target: the name that the
+    present statement gives a value to.
     """
 
     def __init__(self, name: str, facts: Facts) -> None:
         self.name, self.facts = name, facts
-        self.scope = Scope()
+        self.views: dict[str, View | None] = {}
+        self.values: dict[str, ast.expr] = {}
         self.bodies: dict[str, ast.FunctionDef] = {}
         self.target = ""
 
@@ -145,18 +148,39 @@ class _Function(Editor):
         """Return the function in Beta 1."""
         return changed(function, body=remove_unused(self._block(function.body)))
 
-    def is_view(self, node: ast.AST) -> bool:
-        """Return whether an expression is a strided view, or a part of a view or of HBM."""
-        if isinstance(node, ast.Name):
-            return node.id in self.scope.views
-        if isinstance(node, ast.Call):
-            module, _, how = called(node).rpartition(".")
-            return how in METHODS and module not in ("", *_MODULES) and not is_reshaped(node)
-        if not isinstance(node, ast.Subscript):
-            return False
-        sliced = any(isinstance(index, ast.Slice) for index in indices_of(node))
-        in_hbm = sliced and self.facts.memory(self.name, node) == HBM
-        return root(node) in self.scope.views or in_hbm
+    def view(self, node: Any, parts: bool = True) -> View | None:
+        """Return the view that an expression is, or None. parts: slices of tiles are views too."""
+        match node:
+            case ast.Name(name) if name in self.views:
+                view = self.views[name]
+                if view is None:
+                    raise no_beta1_form(f"the view {name}")
+                return view
+            case ast.Subscript():
+                indices, view = indices_of(node), self.view(node.value, parts)
+                if view is not None:
+                    return view.at(indices)
+                sliced = any(isinstance(index, ast.Slice) for index in indices)
+                if sliced and (parts or self.facts.memory(self.name, node) == HBM):
+                    return View.of(node.value, indices)
+            case ast.Call(ast.Attribute(receiver, how), given) if how in METHODS:
+                if parts or not is_reshaped(node):
+                    return self._viewed(node, receiver, how, given)
+        return None
+
+    def _viewed(self, node: ast.Call, receiver: Any, how: str, given: list[ast.expr]) -> View:
+        """Return the view that a method of an expression is."""
+        view = self.view(receiver)
+        part = self.values.get(receiver.id) if isinstance(receiver, ast.Name) else None
+        if view is None and isinstance(part, ast.Subscript):  # of a tile, and viewed here only
+            view = self.view(part)
+        if view is not None:
+            return view.step(how, given)
+        if how == "reshape":  # a tensor of one dimension, as a whole
+            return View.of(node, [ast.Slice(ast.Constant(0), size) for size in elements(given[0])])
+        if how == "select" and isinstance(receiver, ast.Name) and number(given[0]) == 0:
+            return View(receiver, (given[1],), ())
+        raise no_beta1_form(f"the view {text(node)}")
 
     # Statements
 
@@ -171,9 +195,10 @@ class _Function(Editor):
 
     def _nested(self, body: Block) -> list[ast.stmt]:
         """Return a nested block; behind it, the views of names that it assigns are unknown."""
-        before, views = set(self.scope.views), self.scope.views
+        before = set(self.views)
         made = self._block(body)
-        views.update(dict.fromkeys(assigned_names(body) & (before | set(views))))
+        changed_views = assigned_names(body) & (before | set(self.views))
+        self.views.update(dict.fromkeys(changed_views))
         return made
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
@@ -196,18 +221,15 @@ class _Function(Editor):
     def visit_Assign(self, node: ast.Assign) -> ast.stmt | None:
         """Return an assignment; that of a view is written out where the view is used."""
         name, value = assigned(node)
-        views, values = self.scope.views, self.scope.values
-        viewed = name and self.is_view(value)
-        for one in (value, values.get(name)):
-            if is_new_tile(one) and (viewed or name in views):
-                raise no_beta1_form(f"{name} as a tile and as a view")
-        if viewed:
-            views[name] = self.scope.view(value)
-            if views[name] is None:
-                raise no_beta1_form(f"the view {text(value)}")
+        view = self.view(value, parts=False) if name else None
+        tile = is_new_tile(value) or is_new_tile(self.values.get(name))
+        if tile and (view is not None or name in self.views):
+            raise no_beta1_form(f"{name} as a tile and as a view")
+        if view is not None:
+            self.views[name] = view
             return None
-        views.pop(name, None)
-        values[name] = value
+        self.views.pop(name, None)
+        self.values[name] = value
         self.target = root(node.targets[0])
         return self.generic_visit(node)
 
@@ -242,15 +264,8 @@ class _Function(Editor):
 
     def visit(self, node: Any) -> Any:
         """Return the edited node, a view as index expressions."""
-        if not self.is_view(node):
-            return super().visit(node)
-        view = self.scope.view(node)
-        if view is not None:
-            return _spread(view.spelled(), view.spread)
-        match node:  # of a whole tensor, `k.select(0, i)` is `k[i]`
-            case ast.Call(ast.Attribute(ast.Name() as whole, "select"), [ast.Constant(0), place]):
-                return subscript(whole, [place])
-        raise no_beta1_form(f"the view {text(node)}")
+        view = self.view(node, parts=False)
+        return super().visit(node) if view is None else _spread(view.spelled(), view.spread)
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
         """Return a call; that of a tile which matmuls sum into makes it of zeros."""
@@ -296,7 +311,7 @@ class _Function(Editor):
 
     def _shape(self, dst: ast.expr) -> ast.expr:
         """Return the shape of a destination: of a tile, or of a part of one."""
-        view = self.scope.view(dst)
+        view = self.view(dst)
         if view is None:
             return quoted("dst.shape", dst=dst)
         return ast.Tuple([axis.size for axis in view.axes], ast.Load())
@@ -304,7 +319,7 @@ class _Function(Editor):
     def _copy(self, dst: ast.expr, src: ast.expr) -> ast.stmt:
         """Return nl.load or nl.store."""
         directions = self.facts.memory(self.name, dst), self.facts.memory(self.name, src)
-        view = self.scope.view(src)
+        view = self.view(src)
         spread = None if view is None else view.spread
         if view is None or spread is None:
             source = self.visit(src)

@@ -15,9 +15,7 @@ from typing import Any
 
 from nmm_compiler.codegen.beta1.expressions import (
     elements,
-    indices_of,
     keyword,
-    method,
     minus,
     number,
     plus,
@@ -71,6 +69,8 @@ class View:
 
     def at(self, indices: Sequence[Any]) -> View:
         """Return view[indices]."""
+        if not self.axes:
+            return View.of(self.base, (*self.indices, *indices))
         view, kept = self, []
         for axis, index in zip(self.axes, indices, strict=True):
             if not _is_slice(index):
@@ -132,6 +132,25 @@ class View:
         """Return the view with its axes in another order."""
         return dataclasses.replace(self, axes=tuple(self.axes[place] for place in order))
 
+    def step(self, how: str, arguments: Sequence[ast.expr]) -> View:
+        """Return the view that a method gives."""
+        if how == "reshape_dim" and len(elements(arguments[1])) == 2:
+            return self.split(_constant(arguments[0]), elements(arguments[1]))
+        if how == "permute":
+            return self.permuted([_constant(place) for place in elements(arguments[0])])
+        if how == "select":
+            indices: list[Any] = [ast.Slice(ast.Constant(0), axis.size) for axis in self.axes]
+            indices[_constant(arguments[0])] = arguments[1]
+            return self.at(indices)
+        reshaped = self.reshaped(elements(arguments[0])) if how == "reshape" else None
+        if reshaped is not None:
+            return reshaped
+        if how == "broadcast":
+            sizes = [axis.size for axis in self.axes]
+            sizes[_constant(arguments[0])] = arguments[1]
+            return dataclasses.replace(self, spread=ast.Tuple(sizes, ast.Load()))
+        raise no_beta1_form(f"the view .{how}({', '.join(map(text, arguments))})")
+
     @property
     def plain(self) -> bool:
         """Whether slices can write the view: one axis a dimension, stride 1, in their order."""
@@ -172,62 +191,6 @@ def along(size: ast.expr, place: int, rank: int) -> ast.expr:
     """Return `nl.arange(size)[:, None]`, the colon in the place of the axis."""
     indices = [ast.Slice() if at == place else ast.Constant(None) for at in range(rank)]
     return subscript(quoted("nl.arange(size)", size=size), indices)
-
-
-class Scope:
-    """Known names of a function, while its statements are read in order.
-
-    views: names that stand for views, and so for no tensor of Beta 1; None for one that a nested
-    block has changed. values: what other names were assigned last.
-    """
-
-    def __init__(self) -> None:
-        self.views: dict[str, View | None] = {}
-        self.values: dict[str, ast.expr | None] = {}
-
-    def view(self, node: ast.expr) -> View | None:
-        """Return the view that an expression denotes, or None."""
-        if isinstance(node, ast.Name):
-            return self.views.get(node.id)
-        if isinstance(node, ast.Subscript):
-            indices = indices_of(node)
-            view = self.view(node.value)
-            if view is not None:
-                return view.at(indices)
-            sliced = any(isinstance(index, ast.Slice) for index in indices)
-            return View.of(node.value, indices) if sliced else None
-        found = method(node)
-        if found is None or found[1] not in METHODS:
-            return None
-        receiver, how, arguments = found
-        view = self.view(receiver)
-        part = self.values.get(receiver.id) if isinstance(receiver, ast.Name) else None
-        if view is None and isinstance(part, ast.Subscript):  # of a tile, and viewed here only
-            view = self.view(part)
-        if view is not None:
-            return self._step(view, how, arguments)
-        if how != "reshape":
-            return None
-        # a tensor of one dimension, reshaped as a whole
-        return View.of(node, [ast.Slice(ast.Constant(0), size) for size in elements(arguments[0])])
-
-    def _step(self, view: View, how: str, arguments: Sequence[ast.expr]) -> View:
-        if how == "reshape_dim" and len(elements(arguments[1])) == 2:
-            return view.split(_constant(arguments[0]), elements(arguments[1]))
-        if how == "permute":
-            return view.permuted([_constant(place) for place in elements(arguments[0])])
-        if how == "select":
-            indices: list[Any] = [ast.Slice(ast.Constant(0), axis.size) for axis in view.axes]
-            indices[_constant(arguments[0])] = arguments[1]
-            return view.at(indices)
-        reshaped = view.reshaped(elements(arguments[0])) if how == "reshape" else None
-        if reshaped is not None:
-            return reshaped
-        if how == "broadcast":
-            sizes = [axis.size for axis in view.axes]
-            sizes[_constant(arguments[0])] = arguments[1]
-            return dataclasses.replace(view, spread=ast.Tuple(sizes, ast.Load()))
-        raise no_beta1_form(f"the view .{how}({', '.join(map(text, arguments))})")
 
 
 def _constant(node: ast.expr) -> int:
