@@ -5,8 +5,6 @@ A kernel is always made in the current dialect; `beta1/` rewrites it as a last s
 
 from __future__ import annotations
 
-import functools
-
 from nmm_compiler.codegen.beta1.translate import to_beta_1
 from nmm_compiler.errors import SpecError, UnknownNameError, no_beta1_form
 from nmm_compiler.nki_api.installed import beta_1_only
@@ -25,16 +23,10 @@ def dialect_for(target: Target, asked: str = "auto") -> str:
     if asked not in DIALECTS:
         raise UnknownNameError("dialect", asked, DIALECTS)
     if asked == "auto":
-        return "neuronxcc" if target.nki_beta_1 and _beta_1_only() else "nki"
+        return "neuronxcc" if target.nki_beta_1 and beta_1_only() else "nki"
     if asked == "neuronxcc" and not target.nki_beta_1:
         raise SpecError(f"NKI Beta 1 does not compile for {target.name}; use dialect 'nki'")
     return asked
-
-
-@functools.lru_cache(maxsize=1)
-def _beta_1_only() -> bool:
-    """Look once per process, since every call of `build_kernel` asks."""
-    return beta_1_only()
 
 
 def in_dialect(source: str, dialect: str, cores: int = 1, ranks: int = 1) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import sys
@@ -25,8 +26,9 @@ def beta_1_version() -> str | None:
     return found if found is not None and _has_beta_1() else None
 
 
+@functools.cache
 def beta_1_only() -> bool:
-    """Return whether the only NKI of this machine is Beta 1."""
+    """Return whether the only NKI of this machine is Beta 1; looked up once per process."""
     return version("nki") is None and beta_1_version() is not None
 
 

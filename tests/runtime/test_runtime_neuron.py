@@ -38,10 +38,10 @@ names = (f"tiny{i}" for i in itertools.count())
 def forget(monkeypatch):
     monkeypatch.setattr(neuron, "_registered", {})
     monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")
-    dialects._beta_1_only.cache_clear()
+    dialects.beta_1_only.cache_clear()
     neuron.forget()
     yield
-    dialects._beta_1_only.cache_clear()
+    dialects.beta_1_only.cache_clear()
     neuron.forget()
 
 

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from nmm_compiler.codegen.beta1.expressions import elements, keyword, method
+from nmm_compiler.codegen.beta1.expressions import keyword
 from nmm_compiler.codegen.printed import text
 from nmm_compiler.codegen.trees import bound, called, nodes, parameter_names, root
 
@@ -90,17 +90,6 @@ class Facts:
         """Return HBM or CHIP of an expression; BOTH where callers differ, None for no tensor."""
         found = reached(self._held(function, node), self.sources) & {HBM, CHIP}
         return BOTH if len(found) > 1 else next(iter(found), None)
-
-
-def is_reshaped(node: ast.expr) -> bool:
-    """Return whether an expression is a whole tensor in a shape of three dimensions or more.
-
-    It is one in Beta 1 too; fewer dimensions are how the current dialect spells a row or a column.
-    """
-    found = method(node)
-    if found is None or found[1] != "reshape" or not isinstance(found[0], ast.Name):
-        return False
-    return len(elements(found[2][0])) > 2
 
 
 def is_new_tile(node: ast.expr | None) -> bool:

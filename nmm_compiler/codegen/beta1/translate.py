@@ -42,7 +42,7 @@ from nmm_compiler.codegen.beta1.expressions import (
     quoted,
     subscript,
 )
-from nmm_compiler.codegen.beta1.facts import CHIP, HBM, Facts, is_new_tile, is_reshaped
+from nmm_compiler.codegen.beta1.facts import CHIP, HBM, Facts, is_new_tile
 from nmm_compiler.codegen.beta1.views import METHODS, View, predicate
 from nmm_compiler.codegen.printed import printed, text
 from nmm_compiler.codegen.tidy import remove_unused
@@ -163,9 +163,12 @@ class _Function(Editor):
                 sliced = any(isinstance(index, ast.Slice) for index in indices)
                 if sliced and (parts or self.facts.memory(self.name, node) == HBM):
                     return View.of(node.value, indices)
+            case ast.Call(ast.Attribute(ast.Name(), "reshape"), [ast.Tuple([_, _, _, *_])]) if (
+                not parts
+            ):
+                return None  # a whole tensor in three dimensions or more is one in Beta 1, too
             case ast.Call(ast.Attribute(receiver, how), given) if how in METHODS:
-                if parts or not is_reshaped(node):
-                    return self._viewed(node, receiver, how, given)
+                return self._viewed(node, receiver, how, given)
         return None
 
     def _viewed(self, node: ast.Call, receiver: Any, how: str, given: list[ast.expr]) -> View:

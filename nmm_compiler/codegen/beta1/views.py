@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from nmm_compiler.codegen.beta1.expressions import (
-    elements,
     keyword,
     minus,
     number,
@@ -128,28 +127,28 @@ class View:
         flat = quoted("base.reshape((base.shape[0], length))", base=self.base, length=length)
         return View(flat, (self.indices[0], start), (self.axes[0], Axis(size, 1)))
 
-    def permuted(self, order: Sequence[int]) -> View:
-        """Return the view with its axes in another order."""
-        return dataclasses.replace(self, axes=tuple(self.axes[place] for place in order))
-
     def step(self, how: str, arguments: Sequence[ast.expr]) -> View:
         """Return the view that a method gives."""
-        if how == "reshape_dim" and len(elements(arguments[1])) == 2:
-            return self.split(_constant(arguments[0]), elements(arguments[1]))
-        if how == "permute":
-            return self.permuted([_constant(place) for place in elements(arguments[0])])
-        if how == "select":
-            indices: list[Any] = [ast.Slice(ast.Constant(0), axis.size) for axis in self.axes]
-            indices[_constant(arguments[0])] = arguments[1]
-            return self.at(indices)
-        reshaped = self.reshaped(elements(arguments[0])) if how == "reshape" else None
-        if reshaped is not None:
-            return reshaped
-        if how == "broadcast":
-            sizes = [axis.size for axis in self.axes]
-            sizes[_constant(arguments[0])] = arguments[1]
-            return dataclasses.replace(self, spread=ast.Tuple(sizes, ast.Load()))
-        raise no_beta1_form(f"the view .{how}({', '.join(map(text, arguments))})")
+        reshaped: View | None = None
+        match how, arguments:
+            case "reshape_dim", [place, ast.Tuple([_, _] as parts)]:
+                reshaped = self.split(_constant(place), parts)
+            case "permute", [ast.Tuple(order)]:
+                axes = [self.axes[_constant(place)] for place in order]
+                reshaped = dataclasses.replace(self, axes=tuple(axes))
+            case "select", [place, index]:
+                indices: list[Any] = [ast.Slice(ast.Constant(0), axis.size) for axis in self.axes]
+                indices[_constant(place)] = index
+                reshaped = self.at(indices)
+            case "reshape", [ast.Tuple(shape)]:
+                reshaped = self.reshaped(shape)
+            case "broadcast", [place, size]:
+                sizes = [axis.size for axis in self.axes]
+                sizes[_constant(place)] = size
+                reshaped = dataclasses.replace(self, spread=ast.Tuple(sizes, ast.Load()))
+        if reshaped is None:
+            raise no_beta1_form(f"the view .{how}({', '.join(map(text, arguments))})")
+        return reshaped
 
     @property
     def plain(self) -> bool:

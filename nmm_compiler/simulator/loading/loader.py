@@ -166,10 +166,9 @@ class Rebuilder:
         )
         self.made[id(function)] = rebuilt
         rebuilt.__dict__.update(function.__dict__)
-        rebuilt.__kwdefaults__ = {
-            k: self.value(v) for k, v in (function.__kwdefaults__ or {}).items()
-        } or None
-        rebuilt.__defaults__ = tuple(self.value(v) for v in function.__defaults__ or ()) or None
+        by_name = function.__kwdefaults__ or {}
+        rebuilt.__kwdefaults__ = {name: self.value(v) for name, v in by_name.items()}
+        rebuilt.__defaults__ = tuple(map(self.value, function.__defaults__ or ()))
         rebuilt.__annotations__ = dict(function.__annotations__)
         for cell, old in zip(cells, function.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # a cell that is empty yet
