@@ -38,8 +38,10 @@ from nmm_compiler.passes.emit.editor import Editor
 from nmm_compiler.passes.emit.linears import times
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import (
+    Add,
     Canonical,
     Key,
+    Opaque,
     Product,
     Scale,
     dtype_name,
@@ -107,7 +109,7 @@ class Adapters(KernelRule):
     """A linear layer of a batch, and branches of the adapters that rows of the batch name."""
 
     name = "adapters"
-    ends_at = None
+    ends_at = (Product, Add, Opaque)
 
     def pattern(self, graph: Canonical, node: Any) -> Iterator[Any]:
         """Propose linears whose rows are written, and sums of a linear and gathered branches."""

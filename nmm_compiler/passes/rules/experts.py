@@ -43,7 +43,7 @@ from nmm_compiler.passes.chains.safety import (
     unsafe,
 )
 from nmm_compiler.passes.emit.editor import Editor
-from nmm_compiler.passes.graph.canonical import Canonical, dtype_name, owner_of
+from nmm_compiler.passes.graph.canonical import Canonical, Opaque, Product, dtype_name, owner_of
 from nmm_compiler.passes.graph.effects import upstream
 from nmm_compiler.passes.graph.torch_names import target_name
 from nmm_compiler.passes.rules.base import KernelRule, Match
@@ -132,7 +132,7 @@ class Experts(KernelRule):
     """A sum over the picks of each token of gated MLPs that an index chooses."""
 
     name = "experts"
-    ends_at = None
+    ends_at = (Product, Opaque)
 
     def pattern(self, graph: Canonical, node: Any) -> Iterator[Any]:
         """Propose sums over the picks of tokens or over experts, and beginnings of loops."""
