@@ -37,7 +37,6 @@ from nmm_compiler.passes.emit.editor import Editor, NotEmittedError
 from nmm_compiler.passes.faults import Fault, Faults
 from nmm_compiler.passes.graph.canonical import Canonical, owner_of
 from nmm_compiler.passes.graph.capture import all_graphs, arguments, to_graph
-from nmm_compiler.passes.graph.effects import is_pure
 from nmm_compiler.passes.graph.metadata import collect_values, value_key
 from nmm_compiler.passes.graph.read_graph import read_added, read_graph
 from nmm_compiler.passes.layout import assign_layouts, count_transposes
@@ -147,14 +146,14 @@ class Attempt:
         """Change the graph once, and erase nodes without readers; set `dropped` if a place
         failed."""
         c = self.c
-        read = {n for n in c.graph.nodes if n.users and is_pure(n, c.effects)}
+        read = {node for node in c.graph.nodes if node.users}
         self.editor = Editor(c, value_key(self.module.graph), self.options, self.taken)
         by_name = {rule.name: rule for rule in self.rules}
         for match in sorted(self.matches, key=lambda match: c.effects.position[match.node]):
             self._emit_one(match, by_name[match.rule])
             if self.dropped:
                 return
-        self.editor.erase(self.taken | read | set(self.editor.added))
+        self.editor.erase(self.taken.union(self.editor.added), read)
         new = {old.name: one.name for old, one in self.editor.replaced.items()}
         for match in self.result.matches:
             if match not in self.matches:  # an earlier one, whose call may have been replaced
@@ -290,8 +289,9 @@ def _combined(rule: Rule, given: list[Match], joined: Any) -> list[Match | Refus
     kinds = (Match, Refusal)
     if not isinstance(joined, (list, tuple)) or not all(isinstance(m, kinds) for m in joined):
         raise TypeError(f"combine returned {joined!r}; return a list of matches")
+    known = set(map(id, given))
     for match in joined:
-        if not any(match is known for known in given):
+        if id(match) not in known:
             _checked(rule, match, "combine")
     return list(joined)
 

@@ -12,7 +12,7 @@ the old strides.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch import fx
 from nmm_compiler.passes.chains.safety import Refusal, readings
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import Canonical, Key, Virtual
-from nmm_compiler.passes.graph.effects import fetch_attribute
+from nmm_compiler.passes.graph.effects import fetch_attribute, is_pure
 from nmm_compiler.passes.graph.torch_names import target_name
 from nmm_compiler.passes.graph.views import Atom, Dims, Size
 
@@ -269,17 +269,22 @@ class Editor:
         old.replace_all_uses_with(new, delete_user_cb=lambda user: user not in own)
         self.replaced[old] = new
 
-    def erase(self, nodes: Iterable[fx.Node]) -> None:
-        """Erase nodes that nothing reads, last first."""
-        wanted = set(nodes)
+    def erase(self, replaced: Collection[fx.Node], read: Collection[fx.Node]) -> None:
+        """Erase nodes that nothing reads, but for assertions, last first.
+
+        replaced: those that may go. read: had readers before; they go where they only compute.
+        """
         for node in reversed(list(self.graph.nodes)):
-            if node not in wanted or node.op in ("placeholder", "output"):
+            if node.op in ("placeholder", "output") or any(map(_is_reader, node.users)):
                 continue
-            for user in list(node.users):
-                if not user.users and target_name(user) == "_assert_tensor_metadata":
-                    self.graph.erase_node(user)
-            if not node.users:
+            if node in replaced or (node in read and is_pure(node, self.c.effects)):
+                for assertion in list(node.users):
+                    self.graph.erase_node(assertion)
                 self.graph.erase_node(node)
+
+
+def _is_reader(user: fx.Node) -> bool:
+    return bool(user.users) or target_name(user) != "_assert_tensor_metadata"
 
 
 # A data-dependent size, where strides are sorted: longer than any other.
