@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_map
 
 from nmm_compiler.errors import NmmError
 from nmm_compiler.kernels.base import KernelSpec
@@ -162,7 +161,7 @@ class Lowering(Editor):
     def kernel(self, name: str, given: Mapping[str, Any], value: Any = None) -> Any:
         """Return the spec of the kernel that an op of ours launches, of one device's parts."""
         op = DEFINITIONS[name]
-        local = tree_map(lambda one: without_data(local_part(one)), dict(given))
+        local: Any = fx.node.map_aggregate(dict(given), lambda one: without_data(local_part(one)))
         args = [local.get(one.name) for one in op.operands]
         said = {key: local[key] for key in op.keywords if key in local}
         return op.lower(args[0], args, said, self.m, view_turned)[0].spec
@@ -339,10 +338,16 @@ class Call:
         return tokens if self.x_layout == "row" else (tuple(a for d in tokens for a in d),)
 
     def result_value(self, editor: Editor, x: fx.Node) -> Any:
-        """Return the metadata value of the result."""
+        """Return the metadata value of the result: that of the node whose place it takes, where the
+        kernel makes such a tensor."""
         lead = [editor.size_value(s, x) for s in views.shape_of(self.lead)]
         sizes = [*lead, self.n] if self.out_layout == "row" else [self.n, math.prod(lead)]
-        return editor.c.values[x].new_empty(sizes, dtype=editor.dtype)
+        c, old = editor.c, editor.c.values[self.final]
+        own = self.final in c.forms and self.final not in c.effects.writers
+        static = all(isinstance(size, int) for size in (*sizes, *old.shape))
+        if own and static and [*old.shape] == sizes and old.is_contiguous():
+            return old
+        return c.values[x].new_empty(sizes, dtype=editor.dtype)
 
     def _dims(self, features: int, layout: str) -> Dims:
         """Return the dimensions of an operand or a result in a layout."""
