@@ -284,7 +284,6 @@ class Canonical:
         # Inputs that could be factors: adapters that are passed beside x.
         self.input_matrices: set[fx.Node] = set()
         self._shapes: dict[Key, tuple[Size, ...]] = {}
-        self._twins: dict[Any, list[Key]] | None = None
         # What was read and priced of the graph, which several rules ask for.
         self.chains: dict[Any, Any] = {}
         self.prices: dict[Any, Any] = {}
@@ -335,7 +334,8 @@ class Canonical:
 
     def whole(self, key: Key) -> Dims:
         """Return the dimensions of a base as it lies."""
-        return views.identity(self.sizes(key))
+        base, dims = self.views.get(key, (None, ()))
+        return dims if base is key else views.identity(self.sizes(key))
 
     def dtype(self, key: Key) -> torch.dtype | None:
         """Return the dtype, None for no tensor."""
@@ -381,20 +381,20 @@ class Canonical:
         """Return whether the value is a constant, or made of constants without a product."""
         return key in self.constant or key in self.made
 
+    @functools.cached_property
+    def _alike(self) -> dict[Key, list[Key]]:
+        """The products that compute the same, in order, by each of them."""
+        groups: dict[Any, list[Key]] = {}
+        for key, form in self.forms.items():
+            if isinstance(form, Product):
+                sides = (self.views[form.lhs], self.views[form.rhs])
+                labels = (form.lhs_labels, form.rhs_labels, form.out_labels)
+                groups.setdefault((sides, labels), []).append(key)
+        return {key: group for group in groups.values() for key in group}
+
     def twins(self, key: Key) -> list[Key]:
         """Return the products that compute the same as a given one, with it, in order."""
-        if self._twins is None:
-            self._twins = {}
-            for own, form in self.forms.items():
-                if isinstance(form, Product):
-                    self._twins.setdefault(self._signature(form), []).append(own)
-        form = self.forms[key]
-        found = self._twins.get(self._signature(form)) if isinstance(form, Product) else None
-        return found or [key]
-
-    def _signature(self, form: Product) -> Any:
-        sides = (self.views[form.lhs], self.views[form.rhs])
-        return (*sides, form.lhs_labels, form.rhs_labels, form.out_labels)
+        return self._alike.get(key, [key])
 
     # -- building -------------------------------------------------------------------------
 
