@@ -344,7 +344,10 @@ def losses_of(
             moments = moments_of(site, method, statistics).to(site.weight.device)
             tail = torch.zeros(min(site.n, site.k) + 1, dtype=torch.float64)
             if statistics is None or moments.inputs is not None:
-                squares = spectrum(site.target(base), moments, site.name)
+                lost = site.weight
+                if base is not None:
+                    lost = residual(lost, QuantizedLinear.of(lost, base))
+                squares = spectrum(lost, moments, site.name)
                 tail = torch.cat([squares.flip(0).cumsum(0).flip(0), squares.new_zeros(1)])
                 if moments.gradients is not None and statistics is not None:
                     tail *= 0.5 * statistics.inputs[site.name].tokens

@@ -37,7 +37,7 @@ from nmm_compiler.lowrank_models.modules import (
     is_conv1d,
     sizes_of,
 )
-from nmm_compiler.lowrank_models.quantize import QuantizedLinear, residual
+from nmm_compiler.lowrank_models.quantize import QuantizedLinear
 from nmm_compiler.lowrank_models.report import Skipped
 
 Patterns = str | Iterable[str] | None
@@ -73,12 +73,6 @@ class Site:
         """The weight as [n, k], a view of the stored one."""
         stored = cast(torch.Tensor, self.module.weight).detach()
         return stored.T if self.transposed else stored
-
-    def target(self, base: str | None) -> torch.Tensor:
-        """Return what factors approximate: the weight, or what rounding it to a base loses."""
-        if base is None:
-            return self.weight
-        return residual(self.weight, QuantizedLinear.of(self.weight, base))
 
 
 def matches(name: str, pattern: str) -> bool:
