@@ -280,8 +280,9 @@ class Folder(Editor):
 
     def visit_Slice(self, node: ast.Slice) -> ast.Slice:
         updated: ast.Slice = self.generic_visit(node)
-        whole = values.constant(self.value(updated.step)) == (True, 1)
-        return changed(updated, step=None) if whole else updated
+        if updated.step is not None and values.constant(self.value(updated.step)) == (True, 1):
+            return changed(updated, step=None)
+        return updated
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
         updated = self.generic_visit(node)
