@@ -247,17 +247,20 @@ def local_gather(
     yield {"indices": valid, "elements": num_elem_per_idx}
     values = src_buffer.load().reshape(partitions, -1)
     rows = index.load("index of nisa.local_gather").reshape(partitions, width).astype(np.int64)
-    result = np.zeros((partitions, size), values.dtype)
-    for start in range(0, partitions, 16):
-        flat = rows[start : start + 16].T.reshape(-1)[:valid]
-        places = (flat[:, None] + np.arange(num_elem_per_idx)).reshape(-1)
-        call.need(
-            places.max() < values.shape[1],
-            f"index {int(flat.max())} leaves src_buffer",
-            OutOfBoundsError,
-        )
-        result[start : start + 16] = values[start : start + 16, places]
+    firsts = _of_groups(rows)[:, :valid]
+    places = (firsts[..., None] + np.arange(num_elem_per_idx)).reshape(len(firsts), -1)
+    call.need(
+        places.max() < values.shape[1],
+        f"index {int(firsts.max())} leaves src_buffer",
+        OutOfBoundsError,
+    )
+    result = np.take_along_axis(values, places.repeat(16, axis=0), axis=1)
     put(dst.reshape((partitions, dst.free_size))[:, 0:size], result, exact=True)
+
+
+def _of_groups(values: np.ndarray) -> np.ndarray:
+    """Return the values of each group of 16 partitions, column by column: [groups, values]."""
+    return values.reshape(len(values) // 16, 16, -1).swapaxes(1, 2).reshape(len(values) // 16, -1)
 
 
 def _check_quadrants(call: Call, dst: NkiTensor, src: NkiTensor) -> None:
@@ -368,19 +371,13 @@ def topk(call: Call, val_dst: Any, idx_dst: Any, src: Any, n: Any) -> Steps:
     A group of 16 partitions holds its elements column by column: element e sits in partition
     e % 16, column e // 16.
     """
-    k, partitions = val_dst.free_size, src.shape[0]
+    k = val_dst.free_size
     call.need(
         8 <= n < 65536 and k <= min(n, 32767) and src.free_size >= -(-n // 16),
         "8 <= n < 65536, it finds at most n values, and src has ceil(n / 16) elements in each row",
     )
     yield {"n": n, "k": k}
-    values = src.load().reshape(partitions, -1)
-    best = np.zeros((partitions, k), values.dtype)
-    places = np.zeros((partitions, k), np.int64)
-    for start in range(0, partitions, 16):
-        snake = values[start : start + 16].T.reshape(-1)[:n].astype(F32)
-        order = np.argsort(snake, kind="stable")[-k:]
-        best[start : start + 16] = snake[order].astype(values.dtype)
-        places[start : start + 16] = order
-    put(val_dst, best)
-    put(idx_dst, places)
+    values = _of_groups(src.load())[:, :n].astype(F32)
+    order = np.argsort(values, axis=1, kind="stable")[:, -k:]
+    put(val_dst, np.take_along_axis(values, order, axis=1).repeat(16, axis=0))
+    put(idx_dst, order.repeat(16, axis=0))
