@@ -78,11 +78,7 @@ def _named(function: Body) -> Body:
 
 @_named
 class par_dim(int):  # noqa: N801  (the name NKI gives it)
-    """The size of a partition dimension."""
-
-    def __new__(cls, size: Any) -> par_dim:
-        """Return the size marked as that of the partition dimension."""
-        return super().__new__(cls, int(size))
+    """The size of a dimension, marked as that of the partition dimension."""
 
 
 class Allocator(NamedTuple):

@@ -17,7 +17,8 @@ import importlib.util
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from operator import getitem
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -48,13 +49,6 @@ Function = Callable[..., Any]
 Grid = tuple[Dimension, ...]
 
 
-def programs(grid: Grid, core: int) -> Iterator[tuple[int, ...]]:
-    """Yield the programs of a launch grid that a core runs, in order."""
-    for program in itertools.product(*(range(len(d)) for d in grid)):
-        if sum(d[p] for d, p in zip(grid, program, strict=True)) == core:
-            yield program
-
-
 def _cores(grid: Grid) -> int:
     spread = [max(dimension) + 1 for dimension in grid]
     if sum(n > 1 for n in spread) > 1:
@@ -76,8 +70,9 @@ def _entry(function: Function, grid: Grid, checked: bool) -> Function:
                 now.read_only[value.storage.identity] = name
         tensors = _each(lambda v: Tensor.of(v) if isinstance(v, NkiTensor) else v, (args, kwargs))
         returned: Any = None
-        mine = list(programs(grid, now.machine.program_id))
         now.grid = tuple(map(len, grid))
+        core_of = {p: sum(map(getitem, grid, p)) for p in itertools.product(*map(range, now.grid))}
+        mine = [program for program, core in core_of.items() if core == now.machine.program_id]
         for program in mine:
             now.program = program
             now.machine.programs.begin(now.machine)

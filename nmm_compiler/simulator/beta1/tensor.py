@@ -139,10 +139,9 @@ class Session:
 def session() -> Session:
     """Return the session of the running program."""
     machine = current()
-    found = machine.dialect
-    if found is None:
-        found = machine.dialect = Session(machine)
-    return found
+    if machine.dialect is None:
+        machine.dialect = Session(machine)
+    return machine.dialect
 
 
 @dataclasses.dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
