@@ -5,8 +5,8 @@ one of them is an error. Nothing is executed: the text is parsed, imports and al
 (`lint_names.py`), and each node goes through the rules for its kind: those of `lint_api.py` for
 names and calls of NKI, in the whole file, and those of `lint_kernels.py` for kernel code.
 
-A new NKI version is an edit of `table.py`. A rule is a generator of findings at a node, an entry of
-its file's RULES, and a pair of snippets in tests/nki_api/test_lint.py.
+A new NKI version is an edit of `table.py`. A rule is a case of a kind of node, in one of the
+generators of findings at a node, and a pair of snippets in tests/nki_api/test_lint.py.
 """
 
 from __future__ import annotations

@@ -201,6 +201,5 @@ def is_beta_1(tree: ast.Module) -> bool:
             modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             modules |= {f"{node.module}.{alias.name}" for alias in node.names}
-    old = {m for m in modules if m.startswith("neuronxcc.nki")}
-    old = {m for m in old if not m.startswith("neuronxcc.nki.typing")}
+    old = {m for m in modules if m.startswith("neuronxcc.nki") and "nki.typing" not in m}
     return bool(old) and not any(m.partition(".")[0] == "nki" for m in modules)

@@ -286,12 +286,12 @@ def _reduced(
 ) -> Tensor:
     data = tensor(name, "data", data)
     rank = len(data.shape)
-    listed = [axis] if isinstance(axis, (int, np.integer)) else axis
-    axes = sorted(int(a) + rank if a < 0 else int(a) for a in listed)
-    if not axes or axes[0] < 1 or axes[-1] >= rank:
+    listed = np.atleast_1d(axis).tolist()
+    axes = sorted(a % rank for a in listed if -rank < a < rank and a != 0)
+    if len(axes) < max(1, len(listed)):
         raise fail(
             OperandError,
-            f"{name}: axis {axes} of a tile {data.shape}; reduce free axes, 1 to {rank - 1} "
+            f"{name}: axis {listed} of a tile {data.shape}; reduce free axes, 1 to {rank - 1} "
             "(partitions: nisa.tensor_partition_reduce)",
         )
     shape = reduced_shape(data.shape, axes, keepdims)
@@ -401,7 +401,7 @@ def transposed(name: str, data: Any, engine: Any, dtype: Any = None, mask: Any =
     mask: of data's rows and columns.
     """
     data = tensor(name, "data", data)
-    if len(data.shape) > 2 and data.shape[2:] != (1,) * (len(data.shape) - 2):
+    if math.prod(data.shape[2:]) > 1:
         raise fail(
             OperandError, f"{name}: {data!r} has more than 2 dimensions "
             "(err_exceed_max_supported_dimension)",
