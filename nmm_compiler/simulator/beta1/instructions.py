@@ -561,10 +561,10 @@ _DEFAULTS = {**current_isa.CONSTANTS, **LANGUAGE, "None": None, "bool": dtypes.b
 def _default(text: str | None) -> Any:
     if text is None:
         return inspect.Parameter.empty
-    owner, _, member = text.partition(".")
-    if member and owner in _DEFAULTS:
-        return getattr(_DEFAULTS[owner], member)
-    return _DEFAULTS[text] if text in _DEFAULTS else ast.literal_eval(text)
+    owner, *members = text.split(".")
+    if owner in _DEFAULTS:
+        return functools.reduce(getattr, members, _DEFAULTS[owner])
+    return ast.literal_eval(text)
 
 
 def documented(name: str, function: Function, body: Body) -> Body:

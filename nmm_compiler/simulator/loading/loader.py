@@ -180,7 +180,8 @@ class Rebuilder:
         known = self.globals.get(id(original))
         if known is None:
             known = self.globals[id(original)] = _Globals(self, original)
-            self.private.roots += {Path(original.get("__file__") or ".").resolve().parent}
+            file = original.get("__file__")
+            self.private.roots += [Path(file).resolve().parent] if file else []
         return known
 
     def value(self, value: Any) -> Any:
