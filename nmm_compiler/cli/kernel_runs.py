@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from nmm_compiler.cli import values
-from nmm_compiler.cli.models import foreign
+from nmm_compiler.cli.models import attribute_of, foreign
 from nmm_compiler.errors import (
     OptionTypeError,
     ShapeError,
@@ -47,8 +47,8 @@ _FIGURES = ("latency", "roofline", "mfu", "mbu", "SBUF", "PSUM", "instructions")
 
 def run(kernel: str, arguments: dict[str, Any], target: str, grid: int, **more: Any) -> Any:
     """Return the simulation of a kernel."""
-    settings = {"target": target, "grid": grid, "max_instructions": values.MOST, **more}
-    return simulate(kernel, named=arguments, **settings)
+    more |= {"target": target, "grid": grid, "max_instructions": values.MOST}
+    return simulate(kernel, named=arguments, **more)
 
 
 def arguments_of(texts: list[str], seed: int, *, data: bool) -> dict[str, Any]:
@@ -155,16 +155,13 @@ def reference_of(name: str, arguments: Mapping[str, Any]) -> tuple[np.ndarray, .
     file, colon, function = name.rpartition(":")
     if not (colon and file.endswith(".py")):
         raise UnknownNameError("reference", name, ["FILE.py:function"])
-    with foreign(file, "it raised"):
-        module = vars(load_file(Path(file)))  # stand-ins: it may be in the kernel's file
-    if not callable(module.get(function)):
-        known = [name for name, value in module.items() if inspect.isfunction(value)]
-        raise UnknownNameError(f"function of {file}", function, known)
+    # stand-ins: it may be in the kernel's file
+    called = attribute_of(file, function, lambda path: vars(load_file(Path(path))))
     copies = {k: v.copy() if isinstance(v, np.ndarray) else v for k, v in arguments.items()}
     arrays = [v for v in copies.values() if isinstance(v, np.ndarray)]
     with foreign(file, f"{function}() raised"):
-        by_name = set(copies) <= set(inspect.signature(module[function]).parameters)
-        result = module[function](**copies) if by_name else module[function](*arrays)
+        by_name = set(copies) <= set(inspect.signature(called).parameters)
+        result = called(**copies) if by_name else called(*arrays)
         several = result if isinstance(result, (tuple, list)) else (result,)
         return tuple(np.asarray(one, dtype=np.float64) for one in several)
 

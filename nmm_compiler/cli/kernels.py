@@ -9,6 +9,7 @@ time and memory are limited (`commands.py`, `limited.py`).
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -121,13 +122,11 @@ def _of_linear(family: str, words: Sequence[str]) -> str:
     return "linear" if "weight" in names else "matmul"
 
 
-def _fields(family: str) -> dict[str, dataclasses.Field[Any]]:
+def _fields(family: str) -> dict[str, inspect.Parameter]:
     from nmm_compiler.kernels import FAMILIES
 
-    if family not in FAMILIES:
-        raise UnknownNameError("kernel family", family, list(FAMILIES))
-    return {f.name: f for f in dataclasses.fields(FAMILIES[family].spec_class)
-            if f.name not in _FIXED}  # fmt: skip
+    fields = inspect.signature(FAMILIES[family].spec_class).parameters
+    return {name: field for name, field in fields.items() if name not in _FIXED}
 
 
 def _flag(name: str) -> str:
@@ -144,12 +143,8 @@ def make_spec(family: str, words: Sequence[str]) -> Any:
         if name not in fields:
             raise UnknownNameError(f"option of {family}", _flag(name), [*map(_flag, fields)])
         given[name] = [*given.get(name, ()), value] if name == "pairs" else _value(value)
-    defaults = (dataclasses.MISSING, dataclasses.MISSING)
-    missing = [
-        _flag(name)
-        for name, field in fields.items()
-        if (field.default, field.default_factory) == defaults and name not in given
-    ]
+    needed = [name for name, field in fields.items() if field.default is field.empty]
+    missing = [_flag(name) for name in needed if name not in given]
     if missing:
         raise SpecError(f"{family} needs {', '.join(missing)}")
     return FAMILIES[family].spec_class(**given)
@@ -284,9 +279,9 @@ def variants(texts: list[str]) -> list[tuple[str, list[str]]]:
         name, _, value = text.partition("=")
         several = "," in value and not value.startswith("@")
         choices.append([f"{name}={one}" for one in value.split(",")] if several else [text])
-    many = [i for i, choice in enumerate(choices) if len(choice) > 1]
     return [
-        (" ".join(picked[i] for i in many), list(picked)) for picked in itertools.product(*choices)
+        (" ".join(one for one in picked if one not in texts), list(picked))
+        for picked in itertools.product(*choices)
     ]
 
 
@@ -316,13 +311,12 @@ def lint(
     return values.Answer(
         [
             {"file": str(path), "severity": "error" if one.is_error else "warning",
-             **{name: getattr(one, name) for name in ("line", "column", "code", "message")}}
+             **dataclasses.asdict(one)}
             for path, one in findings
         ],
         [
             # a finding is one line, for editors
-            *([Code(f"{path}:{one.line}:{one.column} {one.code} {one.message}")]
-              for path, one in findings),
+            *([Code(f"{path}:{one}")] for path, one in findings),
             f"{said}, {counted(warnings, 'warning')}",
         ],
         passed=not (errors or (strict and warnings)),

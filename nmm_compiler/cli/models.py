@@ -13,7 +13,7 @@ import os
 import re
 import runpy
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -174,10 +174,12 @@ def foreign(name: str, what: str) -> Iterator[None]:
         raise user_file_error(path, what, error, line or (own or [0])[-1]) from error
 
 
-def attribute_of(file: str, name: str) -> Any:
-    """Run a Python file and return one of its names."""
+def attribute_of(
+    file: str, name: str, run: Callable[[str], dict[str, Any]] = runpy.run_path
+) -> Any:
+    """Run a Python file and return what one of its names stands for."""
     with foreign(file, "it raised"):
-        module = runpy.run_path(file)
+        module = run(file)
     if name not in module:
         raise UnknownNameError(f"name of {file}", name, [n for n in module if n[0] != "_"])
     return module[name]

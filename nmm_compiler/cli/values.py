@@ -129,7 +129,9 @@ def output_option(*names: str, help_: str) -> Any:
     return option(output_file, "FILE", help_, *names)
 
 
-def choice_option(kind: str, place: str, help_: str, *names: str) -> Any:
+def choice_option(
+    kind: str, place: str, help_: str, *names: str, metavar: str = "NAME", **more: Any
+) -> Any:
     """Return an option that takes one of the names in place, "module:NAME", which is loaded when it
     is needed and must not import torch."""
 
@@ -141,7 +143,7 @@ def choice_option(kind: str, place: str, help_: str, *names: str) -> Any:
             raise UnknownNameError(kind, value, known())
         return value
 
-    return option(check, "NAME", help_, *names, autocompletion=known)
+    return option(check, metavar, help_, *names, autocompletion=known, **more)
 
 
 def model_argument(more: str = "", *, weights: bool = False, also: tuple[str, ...] = ()) -> Any:
@@ -160,13 +162,6 @@ def model_argument(more: str = "", *, weights: bool = False, also: tuple[str, ..
                   autocompletion=models.public_names)  # fmt: skip
 
 
-def families() -> list[str]:
-    """Return the names of the kernel families, for completion."""
-    from nmm_compiler.kernels import FAMILIES
-
-    return list(FAMILIES)
-
-
 def entries() -> list[str]:
     """Return the short names of the kernel cache's entries, for completion."""
     from nmm_compiler.cache.store import Store
@@ -181,8 +176,10 @@ def _keyword(name: str, default: float, option: Any) -> inspect.Parameter:
 
 
 Family = Annotated[
-    str, typer.Argument(help="see `nmm kernel --help`", metavar="FAMILY", autocompletion=families)
-]
+    str,
+    choice_option("kernel family", "nmm_compiler.kernels:FAMILIES", "see `nmm kernel --help`",
+                  metavar="FAMILY", declare=typer.Argument),
+]  # fmt: skip
 Model = Annotated[str, model_argument()]
 Target = Annotated[
     str, option(target, "TARGET", ", ".join(targets.names()), autocompletion=targets.names)
