@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -81,7 +81,7 @@ Products = tuple[tuple["KernelSpec", ...], tuple["KernelSpec", ...]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class KernelSpec(Record, ABC):
+class KernelSpec(Record):
     """Base of the specs; subclasses add fields and override what is abstract here.
 
     lnc: physical cores of the logical core that runs the kernel, 1 or 2. Two share its work, as the
@@ -316,7 +316,7 @@ def check_arrays(spec: KernelSpec, arrays: tuple[Array, ...]) -> None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Schedule(Record, ABC):
+class Schedule(Record):
     """Base of the schedules: what holds for a kernel without a loop over blocks of tokens.
 
     Subclasses have the axes, `sbuf_bytes`, `check` and `short`.
