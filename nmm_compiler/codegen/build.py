@@ -72,14 +72,12 @@ class Kernel:
     def simulate(self, *arrays: Any, mode: str = "full", strict: bool = True) -> Simulation:
         """Run the emitted source in the simulator; a kernel of many ranks in mode "timing" only."""
         self.check_before_run()
+        # of a loop whose bound is data, where there is none
+        turns = self.schedule.turns(self.spec) if mode == "timing" else None
         return simulate(
             self, *arrays, target=self.target, grid=self.spec.lnc, mode=mode, strict=strict,
-            one_of_ranks=self.spec.world_size, turns=self._turns(mode),
+            one_of_ranks=self.spec.world_size, turns=turns,
         )  # fmt: skip
-
-    def _turns(self, mode: str) -> int | None:
-        """Return the expected turns of a loop whose bound is data, where there is none."""
-        return self.schedule.turns(self.spec) if mode == "timing" else None
 
     def simulate_ranks(self, *arrays: Any, mode: str = "full") -> tuple[Simulation, ...]:
         """Run the emitted source on all ranks, on their shards of the whole operands."""

@@ -19,7 +19,6 @@ from nmm_compiler.cache.store import Store
 from nmm_compiler.codegen.choose import Choice
 from nmm_compiler.codegen.code_digests import code_fields
 from nmm_compiler.errors import (
-    CacheTrustError,
     CacheWarning,
     CapacityError,
     ShapeError,
@@ -65,32 +64,20 @@ def tuned_choice(
     if entry is None:
         return None
     try:
-        return choice_in(entry.files, spec, target)
-    except CacheTrustError as error:
+        best, *_ = choices_in(entry.files, BEST, spec)
+        best.schedule.check(spec, target)
+    except _NO_TUNING as error:
         warnings.warn(
-            f"{error}; cache entry {key.digest[:12]} is not used, and nmm cache clear removes it",
+            f"the tuning of {spec.short()} is none: {type(error).__name__}: {error}; cache entry "
+            f"{key.digest[:12]} is not used, and nmm cache clear removes it",
             CacheWarning, stacklevel=2,
         )  # fmt: skip
         return None
+    return best
 
 
 forget = tuned_choice.cache_clear
 """Look again for what was tuned, when a kernel is built next."""
-
-
-def choice_in(files: Mapping[str, str], spec: KernelSpec, target: Target) -> Choice:
-    """Return the best choice of the files of a tuning, checked.
-
-    Raises CacheTrustError for files that are no tuning of the kernel, or none that is legal here.
-    """
-    try:
-        best, *_ = choices_in(files, BEST, spec)
-        best.schedule.check(spec, target)
-    except _NO_TUNING as error:
-        raise CacheTrustError(
-            f"the tuning of {spec.short()} is none: {type(error).__name__}: {error}"
-        ) from None
-    return best
 
 
 _NO_TUNING = (
