@@ -46,13 +46,6 @@ def dtype_name(t: Tensor) -> str:
 _NAMES = {torch.float8_e4m3fn: "float8_e4m3"}
 
 
-def weight(w: Tensor, layout: str, transpose: Transpose | None) -> tuple[Tensor, str]:
-    """Return a weight as a kernel takes it, and its layout then."""
-    if layout == "col" and transpose is not None:
-        return transpose(w), "row"
-    return w, layout
-
-
 def view_turned(w: Tensor) -> Tensor:
     """Return a weight, or a stack of them, transposed: a view, where only specs are asked for."""
     return w.mT

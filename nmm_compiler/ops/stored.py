@@ -20,7 +20,7 @@ from nmm_compiler.errors import ModelError, ShapeError, SpecError
 from nmm_compiler.kernels.packed_formats import FORMATS, MX, element_values
 from nmm_compiler.kernels.tiling import RUNS
 from nmm_compiler.ops.definition import Placements
-from nmm_compiler.ops.launches import Transpose, in_runs, mx_weight, turned, weight
+from nmm_compiler.ops.launches import Transpose, in_runs, mx_weight, turned
 from nmm_compiler.ops.operands import check_same, weight_shape
 
 FP8_DTYPE = torch.float8_e4m3fn
@@ -180,11 +180,11 @@ def stored_operands(
             bits = MX[one.form].bits
             made[one.name], made[scale_name] = mx_weight(one.tensor, scale, bits, turn)
             continue
+        made[one.name] = one.tensor
         if letter == "u" and first in RUNS:
             made[one.name] = in_runs(one.tensor, one.layout, turn, RUNS[first])
-        else:
-            how = None if letter in kept else transpose
-            made[one.name] = weight(one.tensor, one.layout, how)[0]
+        elif one.layout == "col" and transpose is not None and letter not in kept:
+            made[one.name] = transpose(one.tensor)
         if scale is not None:
             made[scale_name] = scale
     v, w = weights.get("v"), weights.get("w")
