@@ -2,8 +2,8 @@
 
 For y = (x u) v with tokens in the rows of x and of the gradient g of y:
 
-    p = x u, q = g v^T        [tokens, rank], p kept transposed: [rank, tokens]
-    dx = q u^T                if no factor is trained, the low-rank product (g v^T) u^T
+    p = x u, q = g v^T        [tokens, rank], kept transposed: [rank, tokens]
+    dx = q u^T                dense of q, or the low-rank product (g v^T) u^T where q is not needed
     du = x^T q, dv = p^T g    sums over the tokens
 
 Each is a call with the executor of the forward pass, so it goes through the same lowering, cache,
@@ -43,34 +43,20 @@ class ByKernels:
         read: bool = True,
     ) -> Tensor:  # fmt: skip
         """Return what `ByTorch.chain` returns; without `read`, anything with its gradient."""
-        rows = left = as_matrix(x)
-        own = bias if base is None and scale == 1.0 else None
-        if len(weights) == 2 and any(one.requires_grad for one in weights):
-            (u, *weights), (of_u, *layouts) = weights, layouts
-            needed = read or weights[0].requires_grad
-            left = _Through.apply(self, needed, [of_u], "col", rows, None, u)
-        y: Tensor = _Through.apply(self, read, layouts, "row", left, own, *weights)
-        y = y if scale == 1.0 else y * scale
-        if base is not None:
-            w, of_w = base
-            y = y + _Through.apply(self, read, [of_w], "row", rows, bias, w)
-        elif bias is not None and own is None:
-            y = y + bias
+        factors = weights if len(weights) == 2 else (None, None)
+        w, w_layout = base or ((None, "row") if len(weights) == 2 else (weights[0], layouts[0]))
+        ways = (*layouts[:2], w_layout) if len(weights) == 2 else ("row", "row", w_layout)
+        y: Tensor = _Linear.apply(self, read, ways, scale, as_matrix(x), *factors, w, bias)
         return y.t() if out_layout == "col" else y.reshape(*x.shape[:-1], y.shape[-1])
 
     def times(
-        self, x: Tensor, weights: Sequence[Tensor], layouts: Sequence[str],
-        bias: Tensor | None = None, out: str = "row",
-    ) -> Tensor:  # fmt: skip
-        """Return x w + bias, or x u v + bias; out: how a kernel stores it."""
+        self, x: Tensor, w: Tensor, layout: str, bias: Tensor | None = None, out: str = "row"
+    ) -> Tensor:
+        """Return x w + bias; out: how a kernel stores it."""
         stored, x_layout = as_stored(x)
-        said = {"x_layout": x_layout, "out_layout": out, **self._where}
-        if len(weights) == 2:
-            ways = dict(zip(("u_layout", "v_layout"), layouts, strict=True))
-            y = torch.ops.nmm.lowrank_matmul(stored, *weights, bias, **ways, **said)
-        else:
-            (w,), (way,) = weights, layouts
-            y = torch.ops.nmm.matmul_as_stored(stored, w, bias, w_layout=way, **said)
+        y = torch.ops.nmm.matmul_as_stored(
+            stored, w, bias, x_layout=x_layout, w_layout=layout, out_layout=out, **self._where
+        )
         return y if out == "row" else y.t()
 
     def summed(self, left: Tensor, right: Tensor, layout: str) -> Tensor:
@@ -82,30 +68,69 @@ class ByKernels:
             token_axis="k", **self._where,
         )  # fmt: skip
 
+    def low_rank(
+        self, x: Tensor, factors: Sequence[Tensor], w: Tensor | None, bias: Tensor | None,
+        layouts: Sequence[str], scale: float,
+    ) -> Tensor:  # fmt: skip
+        """Return scale (x u) v + x w + bias as one call."""
+        stored, x_layout = as_stored(x)
+        ways = dict(zip(("u_layout", "v_layout", "w_layout"), layouts, strict=True))
+        return torch.ops.nmm.lowrank_matmul(
+            stored, *factors, bias, w, x_layout=x_layout, scale=scale, **ways, **self._where
+        )
 
-class _Through(torch.autograd.Function):
-    """y = x w + bias on matrices, or x u v + bias for factors that are not trained."""
+
+class _Linear(torch.autograd.Function):
+    """y = scale (x u) v + x w + bias on matrices; u and v, or w, may be absent."""
 
     @staticmethod
     def forward(
-        ctx: Any, by: ByKernels, read: bool, layouts: Sequence[str], out: str, x: Tensor, bias: Any,
-        *weights: Tensor,
+        ctx: Any, by: ByKernels, read: bool, layouts: tuple[str, str, str], scale: float, x: Tensor,
+        u: Any, v: Any, w: Any, bias: Any,
     ) -> Tensor:  # fmt: skip
-        ctx.by, ctx.layouts = by, layouts
-        ctx.save_for_backward(x, *weights)
-        if read:
-            return by.times(x, weights, layouts, bias, out)
-        n = weights[-1].shape[layouts[-1] == "row"]
-        return x.new_empty(1).expand(x.shape[0], n)
+        ctx.by, ctx.layouts, ctx.scale, ctx.p = by, layouts, scale, None
+        ctx.save_for_backward(x, u, v, w)
+        of_u, of_v, of_w = layouts
+        if not read:
+            last, way = (w, of_w) if v is None else (v, of_v)
+            return x.new_empty(1).expand(x.shape[0], last.shape[way == "row"])
+        if v is None:
+            return by.times(x, w, of_w, bias)
+        if not ctx.needs_input_grad[6]:
+            return by.low_rank(x, (u, v), w, bias, layouts, scale)
+        ctx.p = by.times(x, u, of_u, out="col")
+        plain = w is None and scale == 1.0
+        y = by.times(ctx.p, v, of_v, bias if plain else None)
+        if not plain:
+            y = y * scale if w is None else y * scale + by.times(x, w, of_w)
+            y = y if bias is None else y + bias
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        x, *weights = ctx.saved_tensors
-        need_x, need_bias, *need = ctx.needs_input_grad[4:]
-        flipped = [_FLIPPED[way] for way in reversed(ctx.layouts)]
-        return (
-            None, None, None, None,
-            ctx.by.times(grad, weights[::-1], flipped) if need_x else None,
-            grad.sum(0) if need_bias else None,
-            *(ctx.by.summed(x, grad, ctx.layouts[0]) if one else None for one in need),
-        )  # fmt: skip
+        x, u, v, w = ctx.saved_tensors
+        by, (of_u, of_v, of_w) = ctx.by, ctx.layouts
+        need_x, need_u, need_v, need_w, need_bias = ctx.needs_input_grad[4:]
+        found: list[Any] = [None] * 5
+        if need_bias:
+            found[4] = grad.sum(0)
+        if need_w:
+            found[3] = by.summed(x, grad, of_w)
+        if v is None:
+            if need_x:
+                found[0] = by.times(grad, w, _FLIPPED[of_w])
+            return None, None, None, None, *found
+        scaled = grad if ctx.scale == 1.0 else grad * ctx.scale
+        if need_v:  # a derivative of this pass goes through p, which is then computed again
+            again = ctx.p is None or torch.is_grad_enabled()
+            p = by.times(x, u, of_u, out="col") if again else ctx.p
+            found[2] = by.summed(p, scaled, of_v)
+        if need_x and (w is not None or not need_u):
+            ways = [_FLIPPED[way] for way in (of_v, of_u, of_w)]
+            found[0] = by.low_rank(grad, (v, u), w, None, ways, ctx.scale)
+        if need_u:
+            q = by.times(scaled, v, _FLIPPED[of_v], out="col")
+            found[1] = by.summed(x, q, of_u)
+            if need_x and w is None:
+                found[0] = by.times(q, u, _FLIPPED[of_u])
+        return None, None, None, None, *found
