@@ -229,7 +229,11 @@ def compute_block(
             if spec.gathers:
                 every_v = own(others.get(one.low_rank.v.name), one.low_rank.v.cut, at.core)
                 v_sb = gather_second(every_v, columns, one.n, one.low_rank.r)
-                low_panels.append(panels_of(v_sb, one.low_rank.v))
+                low_panels.append(
+                    panels_of(
+                        v_sb, one.low_rank.v.k, one.low_rank.v.block, one.low_rank.v.chunk
+                    )
+                )  # fmt: skip
             else:
                 low_panels.append([])
             load_panels(

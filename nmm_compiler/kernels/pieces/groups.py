@@ -7,7 +7,7 @@ leave its tensor, which the DMA engine reports: nothing clamps it.
 import nki.isa as nisa
 import nki.language as nl
 
-from .loads_and_stores import evict, move
+from .loads_and_stores import move, turn_tiles
 from .records import Block, Epilogue, Left, Panel, Term
 from .sums import make_columns
 
@@ -143,14 +143,14 @@ def gather_second(v, columns, n, rank):
     return v_sb
 
 
-def panels_of(v_sb, plan):
-    """Return the panels of a second factor that is in SBUF, each a list of chunks of its rank."""
+def panels_of(v_sb, k, block, chunk):
+    """Return the panels of a factor that is in SBUF, each a list of chunks of its contraction."""
     panels = []
-    for n0 in range(0, v_sb.shape[2], plan.block):
-        stop = min(v_sb.shape[2], n0 + plan.block)
+    for n0 in range(0, v_sb.shape[2], block):
+        stop = min(v_sb.shape[2], n0 + block)
         chunks = []
-        for k0 in range(0, plan.k, plan.chunk):
-            last = (min(plan.k, k0 + plan.chunk) + 127) // 128
+        for k0 in range(0, k, chunk):
+            last = (min(k, k0 + chunk) + 127) // 128
             chunks.append(v_sb[0:128, k0 // 128 : last, n0:stop])
         panels.append(chunks)
     return panels
@@ -158,39 +158,21 @@ def panels_of(v_sb, plan):
 
 def project_gathered(p_sb, left: Left, u, columns, mask, pair, at: Block, spec):
     """Compute p^T = (x u)^T of gathered rows of u^T, which TensorE turns, times a mask."""
-    k = pair.u.k
-    chunks = []
-    for k0 in range(0, k, pair.u.chunk):
-        deep = min(pair.u.chunk, k - k0)
-        chunks.append(
-            nl.ndarray((128, (deep + 127) // 128, pair.u.n), dtype=u.dtype, buffer=nl.sbuf)
-        )
+    k_tiles = (pair.u.k + 127) // 128
+    u_sb = nl.ndarray((128, k_tiles, pair.u.n), dtype=u.dtype, buffer=nl.sbuf)
     for tile in range((pair.u.n + 127) // 128):
-        rows = min(128, pair.u.n - 128 * tile)
-        flat = nl.ndarray((rows, k), dtype=u.dtype, buffer=nl.sbuf)
+        first = 128 * tile
+        rows = min(128, pair.u.n - first)
+        flat = nl.ndarray((rows, pair.u.k), dtype=u.dtype, buffer=nl.sbuf)
         nisa.dma_copy(dst=flat, src=u.vector_select(0, columns[tile]))
-        depth = k // 128
-        for k1 in range(0, k, 128):
-            deep = min(128, k - k1)
-            if deep == 128 and pair.u.order == "consecutive_rows":
-                runs = flat[0:rows, 0 : 128 * depth].reshape_dim(1, (128, depth))
-                square = runs[0:rows, 0:128, k1 // 128]
-            else:
-                square = flat[0:rows, k1 : k1 + deep]
-            turned = nl.ndarray((deep, rows), dtype=u.dtype, buffer=nl.psum)
-            nisa.nc_transpose(dst=turned, data=square, engine=nisa.engine.tensor)
-            place = chunks[k1 // pair.u.chunk][
-                0:deep, k1 % pair.u.chunk // 128, 128 * tile : 128 * tile + rows
-            ]
-            evict(place, turned, k1 // 128)
+        strip = u_sb[0:128, 0:k_tiles, first : first + rows]
+        turn_tiles(strip, flat, pair.u.order == "consecutive_rows", tile)
+    panels = panels_of(u_sb, pair.u.k, pair.u.block, pair.u.chunk)
     for r0 in range(0, pair.u.n, pair.u.block):
         wide = min(pair.u.block, pair.u.n - r0)
-        parts = []
-        for i in range(len(chunks)):
-            parts.append(chunks[i][0:128, 0 : chunks[i].shape[1], r0 : r0 + wide])
         make_columns(
             p_sb[0:128, r0 // 128 : r0 // 128 + (wide + 127) // 128, 0 : at.tokens],
-            Term(Left(left.strip, None, "none"), u, pair.u), parts,
+            Term(Left(left.strip, None, "none"), u, pair.u), panels[r0 // pair.u.block],
             Term(Left(None, None, "none"), None, spec.nothing), [],
             Panel(r0, wide, pair.u.group, 1, 1, wide, 0), at,
             Epilogue(mask, "group", None, False, "identity", nl.copy, None, False, None, False),
