@@ -16,7 +16,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 from nmm_compiler.errors import ShapeError, SpecError
-from nmm_compiler.kernels.base import MX_PRODUCT, WEIGHTS, Products, check_name
+from nmm_compiler.kernels.base import MX_PRODUCT, WEIGHTS, check_name
 from nmm_compiler.kernels.linear.layer import MULTIPLY, Linear, LowRank, Weight
 from nmm_compiler.kernels.linear.spec import LinearSpec, MatmulSpec
 from nmm_compiler.kernels.number_formats import FP8, X_DTYPES
@@ -170,27 +170,12 @@ class CorrectedSpec(LinearSpec):
         ]
         return {"linears": tuple(linears)}
 
-    def as_products(self) -> Products:
-        """Return (every product, every linear dense), each a kernel of its own."""
-        separate: list[Any] = []
-        dense: list[Any] = []
-        layer = self.layer
-        for place, (k, n, r, _) in enumerate(self._linears()):
-            behind = place == len(layer.linears)
-            linear = layer.layers[place]
-            inside = layer.down.n > 0
-            ends: dict[str, Any] = {
-                "m": self.m, "lnc": self.lnc, "x_layout": "row" if behind else self.x_layout,
-                "dtype": self.dtype,
-            }  # fmt: skip
-            out: dict[str, Any] = {"out_layout": "row" if inside else linear.layout}
-            if r:
-                separate.append(MatmulSpec(k=k, n=r, **ends, out_layout="col"))
-                separate.append(MatmulSpec(k=r, n=n, **ends | {"x_layout": "col"}, **out))
-            more: dict[str, Any] = {"bias": bool(linear.bias), "activation": linear.activation}
-            separate.append(CorrectedSpec(k=k, n=n, weight=self.weight, **ends, **out, **more))
-            dense.append(MatmulSpec(k=k, n=n, **ends, **out, **more))
-        return tuple(separate), tuple(dense)
+    def _product(self, k: int, n: int, weight: Weight, **ends: Any) -> LinearSpec:
+        """Return a product alone: with a weight of few bits, or plain, as factors are then."""
+        own: dict[str, Any] = {"m": self.m, "k": k, "n": n, "dtype": self.dtype, "lnc": self.lnc}
+        if weight.name in [one.weight.name for one in self.layer.layers]:
+            return CorrectedSpec(**own, weight=self.weight, **ends)
+        return MatmulSpec(**own, **ends)
 
     def short(self) -> str:
         """Return family, sizes, the weight's format and the rank."""

@@ -321,7 +321,6 @@ class LinearSpec(KernelSpec):
                 "out_layout": between if layer.down.n and not behind else linear.layout,
                 "activation": linear.activation, "bias": bool(linear.bias),
             }  # fmt: skip
-            whole = self._product(k, linear.n, weight if weight.k else pair.u, **ends)
             if pair.r and pair.u.name not in seen:
                 seen.add(pair.u.name)
                 separate.append(
@@ -331,15 +330,18 @@ class LinearSpec(KernelSpec):
                     )
                 )  # fmt: skip
             if pair.r:
-                last = ends | {"x_layout": "col"}
+                bare = {"activation": "identity", "bias": False} if weight.k else {}
+                last = ends | {"x_layout": "col"} | bare
                 separate.append(self._product(pair.r, linear.n, pair.v, **last))
-            separate += [whole] if weight.k else []
-            dense.append(whole)
+            separate += [self._product(k, linear.n, weight, **ends)] if weight.k else []
+            whole = dataclasses.replace(weight if weight.k else pair.u, name="")
+            dense.append(self._product(k, linear.n, whole, **ends))
         if any(pair.shaped for pair in layer.factors):
             return tuple(separate), tuple(separate)
         return tuple(separate), tuple(dense)
 
-    def _product(self, k: int, n: int, weight: Weight, **ends: Any) -> MatmulSpec:
+    def _product(self, k: int, n: int, weight: Weight, **ends: Any) -> LinearSpec:
+        """Return a product alone, with a weight that has no name where it is all of a linear."""
         own: dict[str, Any] = {"scales": getattr(self, "scales", None), "x_dtype": self.x_dtype}
         return MatmulSpec(
             m=self.m, k=k, n=n, w_layout=weight.layout, dtype=weight.format or self._dtype(),
