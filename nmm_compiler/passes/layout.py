@@ -99,21 +99,18 @@ def transposes(node: fx.Node) -> bool:
 
 
 def count_transposes(c: Canonical) -> int:
-    """Return the transposes in a graph that move an activation's data.
+    """Return the transposes in a graph that move an activation's data."""
+    return sum(_moves_data(c, node) for node in c.graph.nodes if transposes(node))
 
-    A transposed view that is only returned moves no data: the caller gets its strides.
+
+def _moves_data(c: Canonical, node: fx.Node) -> bool:
+    """Return whether a transpose moves an activation's data.
+
+    A view that is only returned moves none: the caller gets its strides.
     """
-    count = 0
-    for node in c.graph.nodes:
-        if all(user.op == "output" for user in node.users):
-            continue
-        if not transposes(node) or node in c.constant or node in c.derived:
-            continue
-        source = c.sources.get(node)
-        if source is None:
-            count += 1
-            continue
-        before = [a for d in c.views[source][1] for a in d]
-        after = [a for d in c.views[node][1] for a in d]
-        count += before != after
-    return count
+    returned = all(user.op == "output" for user in node.users)
+    if returned or node in c.constant or node in c.derived:
+        return False
+    source = c.sources.get(node)
+    before = None if source is None else [a for dim in c.views[source][1] for a in dim]
+    return before != [a for dim in c.views[node][1] for a in dim]
