@@ -479,12 +479,8 @@ class Call:
         }
 
     def notes(self, c: Canonical) -> tuple[str, ...]:
-        """Return what the reader should know about rounding and per-call work."""
-        if self.rounded is not None:
-            return ("fp8 numbers are multiplied as they are; both scales multiply the sums",)
+        """Return how its weights are read."""
         said = dict.fromkeys(note for one in self.linears for note in one.notes(c))
-        if self.op_name == CORRECTED_MLP.name and self.format in MX:
-            said["h is rounded to mxfp8 in the kernel"] = None
         return (*filter(None, (self.note,)), *said)
 
     def spec(self, c: Canonical) -> KernelSpec:

@@ -87,27 +87,13 @@ class Linear:
         return made
 
     def notes(self, c: Canonical) -> list[str]:
-        """Return what the reader should know about rounding and per-call work."""
-        chain = self.chain
-        parts = (chain, *chain.more)
-        kinds = {s.kind for part in parts for s in part.middle}
-        scales = [s for part in parts for s in part.steps if s.kind == "scale"]
-        read = [key for part in parts for key in part.weights if key not in self.hidden]
+        """Return how its weights are read."""
+        read = [key for key in self.chain.weights if key not in self.hidden]
         bits = MX[self.format].bits if self.format in MX else 8
         said = {
-            "a scale that is a tensor is folded into a factor at each call": "vector" in kinds
-            or any(s.key is not None for s in scales),
-            "the inner bias becomes b v, one vector product at each call": "bias" in kinds
-            and chain.inner is None,
-            "a scalar moved to the epilogue, which moves a rounding": any(
-                s.number != 1.0 for s in scales
-            ),
-            "the factors of the adapters are joined along the rank at each call": chain.more,
             "a factor is dequantized or made of stored weights at each call": any(
                 key in c.made or c.base(key)[0] in c.quantized for key in read
             ),
-            "the addend of the last product stays a separate add": chain.addend is not None,
-            f"the sum over {chain.tp} devices is inside of the call": chain.tp > 1,
             "the fp8 branch is read as stored: a byte an element": self.base and self.factors,
             f"the {self.format} weight is read as stored: {bits} bits an element": self.format,
             "a kernel rounds x to mxfp8 beside it": self.format in MX,

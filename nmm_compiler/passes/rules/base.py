@@ -88,7 +88,7 @@ class Match:
 
     rule and kind name it; node is the last node of the pattern, whose value the rewrite replaces;
     nodes are all that it replaces. data belongs to the rule. notes are remarks for the user
-    (rounding that moved, weights computed per call). length is the number of terms of its
+    (how weights are read). length is the number of terms of its
     contractions; emitted has, for each result, the name of the node that was replaced and of the
     one that took its place; a result that is only read transposed has none. added: names of the
     nodes that the rewrite added, some of which may have gone since.

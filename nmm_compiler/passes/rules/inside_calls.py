@@ -94,7 +94,6 @@ class NormInside(Rule):
                 call.ends |= ends
                 match.kind += " norm"
                 match.info["norm"] = norm.kind
-                match.notes += ("the norm is rounded once, to the dtype of x",)
         return [*matches, *(why for _, why in found if isinstance(why, Refusal))]
 
     def _inside(
