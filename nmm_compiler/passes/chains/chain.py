@@ -226,17 +226,15 @@ class Walk:
         element, with steps; None where a rearrangement cannot be followed."""
         base, inner = c.base(value)
         dims = views.compose(self.dims, inner)
-        moved = _moved((*self.steps, *steps), inner)
-        if dims is None or moved is None:
+        moved = []
+        for step in (*self.steps, *steps):
+            over = views.compose(step.dims, inner)
+            if over is None:
+                return None
+            moved.append(dataclasses.replace(step, dims=over))
+        if dims is None:
             return None
-        return dataclasses.replace(self, key=base, dims=dims, steps=moved)
-
-
-def _moved(steps: Sequence[Step], inner: Dims) -> tuple[Step, ...] | None:
-    """Return steps on a value as steps on the base that it is a view of."""
-    over = [(step, views.compose(step.dims, inner)) for step in steps]
-    moved = [dataclasses.replace(step, dims=dims) for step, dims in over if dims is not None]
-    return tuple(moved) if len(moved) == len(over) else None
+        return dataclasses.replace(self, key=base, dims=dims, steps=tuple(moved))
 
 
 Trace = tuple[Walk, Product] | tuple[Walk, Refusal]
@@ -792,16 +790,11 @@ def _features_over(stage: Stage, dims: Dims) -> Dim:
     return tuple(a for _, over in sorted(pieces, key=lambda p: -p[0]) for a in over)
 
 
-def same_x(c: Canonical, one: Stage, two: Stage) -> bool:
-    """Return whether two stages read the same features of the same value."""
-    if c.base(one.x)[0] is not c.base(two.x)[0]:
-        return False
-    return features_over_base(c, one) == features_over_base(c, two)
-
-
 def same_tokens(c: Canonical, one: Stage, one_dims: Dims, two: Stage, two_dims: Dims) -> bool:
     """Return whether two results lie over the tokens of the same x in the same way."""
-    if not same_x(c, one, two):
+    if c.base(one.x)[0] is not c.base(two.x)[0]:
+        return False
+    if features_over_base(c, one) != features_over_base(c, two):
         return False
     left, right = over_base(c, one, one_dims), over_base(c, two, two_dims)
     return left is not None and left == right
