@@ -54,8 +54,7 @@ GATES = ("silu", "gelu", "gelu_tanh", "relu", "identity")
 
 def _activated(c: Canonical, key: Key) -> tuple[str, Key, frozenset[fx.Node]] | None:
     """Read a value as activation(inner), however the activation is spelled."""
-    base = c.base(key)[0]
-    form = c.forms[base]
+    form = c.form(key)
     if not isinstance(form, Activation) or not c.is_whole(key):
         return None
     return form.name, form.value, covered(c, key, [form.value])
