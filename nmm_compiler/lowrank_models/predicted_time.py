@@ -80,16 +80,6 @@ class Together:
     activation: str = ""
     between: frozenset[fx.Node] = frozenset()
 
-    @property
-    def rows(self) -> tuple[Row, ...]:
-        """The rows of launches that compute them."""
-        specs = tuple(one.spec for one in self.products)
-        if not self.activation:
-            return beside(specs)
-        gate, *_ = specs
-        sizes: dict[str, Any] = {name: getattr(gate, name) for name in ("m", "k", "n", "dtype")}
-        return alternatives(GatedMLPSpec(**sizes, activation=self.activation, down_r=0))
-
 
 def parameter_names(module: nn.Module, graph: fx.GraphModule, given: Sequence[Any]) -> Names:
     """Return the parameters of a module among the inputs of a graph that was traced of it."""
@@ -169,8 +159,12 @@ def groups_of(
         weights = [product.weights[0] for product in one.products]
         paths = [copy.originals(name.removesuffix(".weight")) for name in weights]
         for names in zip(*paths, strict=True) if all(weights) else ():
-            for group in _groups(one, [known.get(name) for name in names]):
-                found |= dict.fromkeys([layer.name for layer in group.layers], group)
+            members = [known.get(name) for name in names]  # None for one that stays as it is
+            layers_here = tuple(layer for layer in members if layer is not None)
+            apart = bool(one.activation) and None in members[:2]
+            for some in [(layer,) for layer in layers_here] if apart else [layers_here]:
+                group = Group(some, "" if apart else one.activation)
+                found |= dict.fromkeys([layer.name for layer in some], group)
     every = [found.get(layer.name) or Group((layer,)) for layer in layers]
     return list(dict.fromkeys(every))
 
@@ -193,17 +187,25 @@ def _traced(module: nn.Module, inputs: Any) -> list[Together]:
     return groups
 
 
-def _groups(one: Together, members: Sequence[Shape | None]) -> list[Group]:
-    """Return the groups of the layers of products, None for those that stay as they are."""
-    layers = tuple(layer for layer in members if layer is not None)
-    if not one.activation:
-        return [Group(layers)] if layers else []
-    if None in members[:2]:
-        return [Group((layer,)) for layer in layers]
-    return [Group(layers, one.activation)]
-
-
 # -- what a call takes -------------------------------------------------------------------------
+
+
+def rows_of(products: Row, activation: str, fp8: bool = False) -> tuple[Row, ...]:
+    """Return the rows of launches that compute products of one x; with an activation gate, up and
+    perhaps down. fp8: the factors are."""
+    if not activation:
+        return beside(products)
+    first: Any = products[0]
+    ranks = [getattr(one, "r", 0) for one in products]
+    fields: dict[str, Any] = dict(zip(("gate_r", "up_r", "down_r"), ranks, strict=False))
+    # one call has factors of fp8, or dense weights: of both it would dequantize the factors
+    fields |= {"dtype": first.dtype, "x_dtype": first.x_dtype, "scales": first.scales}
+    mixed = fp8 and not all(ranks)
+    if mixed:
+        fields |= {"dtype": first.x_dtype or first.dtype, "x_dtype": None, "scales": None}
+    family: type[GatedMLPUpSpec] = GatedMLPSpec if len(products) == 3 else GatedMLPUpSpec
+    rows = alternatives(family(m=first.m, k=first.k, n=first.n, activation=activation, **fields))
+    return rows + tuple((*row, *products[2:]) for row in beside(products[:2]) if mixed)
 
 
 @functools.lru_cache(maxsize=65536)
@@ -230,18 +232,7 @@ def call_us(
         else LowRankSpec(m=tokens, k=k, r=rank, n=n, **factors)
         for k, n, rank in sizes
     )  # fmt: skip
-    if not activation:
-        return fastest(beside(each), target, 1, source)[1]
-    (k, n, _), *_ = sizes
-    ranks = [rank or 0 for _, _, rank in sizes]
-    fields: dict[str, Any] = dict(zip(("gate_r", "up_r", "down_r"), ranks, strict=False))
-    # one call has factors of fp8, or dense weights: of both it would dequantize the factors
-    fields |= factors if all(ranks) else {"dtype": dtype}
-    family: type[GatedMLPUpSpec] = GatedMLPSpec if len(sizes) == 3 else GatedMLPUpSpec
-    rows = alternatives(family(m=tokens, k=k, n=n, activation=activation, **fields))
-    if fp8 and not all(ranks):
-        rows += tuple((*first, *each[2:]) for first in beside(each[:2]))
-    return fastest(rows, target, 1, source)[1]
+    return fastest(rows_of(each, activation, fp8), target, 1, source)[1]
 
 
 # -- what all layers take -----------------------------------------------------------------------

@@ -26,6 +26,7 @@ from nmm_compiler.lowrank_models.predicted_time import (
     Computed,
     dense_product,
     parameter_names,
+    rows_of,
     together,
 )
 from nmm_compiler.ops.launches import dtype_name, view_turned
@@ -161,7 +162,8 @@ class _Walk:
             self._kernel((call,), ((call.spec,),))
         for group in together(self.c, self.dense):
             self.covered |= group.between
-            self._kernel(group.products, group.rows, bool(group.activation))
+            rows = rows_of(tuple(one.spec for one in group.products), group.activation)
+            self._kernel(group.products, rows, bool(group.activation))
         for node in self.attention:
             self._attention(node)
         self._regions()
