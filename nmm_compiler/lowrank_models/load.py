@@ -87,21 +87,16 @@ def indexed(directory: Path) -> list[Path]:
 
 
 def check_weights(path: Path) -> None:
-    """Raise FileError unless the file is a whole safetensors file."""
-    check_regular(path)
+    """Raise FileError unless the file is a whole safetensors file; a pipe would hang."""
+    if not path.exists():
+        raise FileError(f"{path.name} is missing; copy the whole directory again")
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise FileError(f"{path.name} is not a regular file")
     try:
         with safe_open(path, framework="pt") as file:
             file.keys()
     except (SafetensorError, OSError) as error:
         raise FileError(f"{path.name} is no whole safetensors file ({error})") from error
-
-
-def check_regular(path: Path) -> None:
-    """Raise FileError for what is missing, or no regular file (a pipe would hang)."""
-    if not path.exists():
-        raise FileError(f"{path.name} is missing; copy the whole directory again")
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise FileError(f"{path.name} is not a regular file")
 
 
 def _load(directory: Path) -> Any:
