@@ -104,13 +104,10 @@ def compress(model: nn.Module, ratio: float | None = None, **keywords: Any) -> C
 
 def signature() -> inspect.Signature:
     """Return what `compress` takes, from the record that says it."""
-    named, after = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-    fields = dataclasses.fields(CompressionConfig)
-    kinds = {"ratio": named} | {field.name: after for field in fields if field.name != "ratio"}
-    every = [inspect.Parameter("model", named)]
-    every += [
-        inspect.Parameter(field.name, kinds[field.name], default=field.default) for field in fields
-    ]
+    model = inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    fields = inspect.signature(CompressionConfig).parameters.values()
+    ratio, *others = (field.replace(annotation=field.empty) for field in fields)
+    every = [model, ratio.replace(kind=model.kind), *others]
     return inspect.Signature(every, return_annotation="CompressionReport")
 
 
