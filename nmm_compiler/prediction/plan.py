@@ -168,27 +168,23 @@ class Difference(Record):
         return (self.step, f"{self.predicted_us / 1e3:.3f}", measured, self.note)
 
 
-_NEEDED = "a number of milliseconds, or the summary JSON of Neuron Explorer with total_time"
-
-
 def read_measured(text: str, name: str) -> Measured:
     """Return what a file says; raises OptionTypeError where it is neither form."""
-    try:
-        found: Any = json.loads(text)
-    except ValueError:
-        raise OptionTypeError("measured", name, _NEEDED) from None
+    found: Any = None
+    with contextlib.suppress(ValueError):
+        found = json.loads(text)
     if isinstance(found, (int, float)) and not isinstance(found, bool) and found > 0:
         return Measured(us=1e3 * found, with_host=True)
     while isinstance(found, (dict, list)) and "total_time" not in found:
         found = found.get("summary") if isinstance(found, dict) else (found or [None])[0]
-    if not isinstance(found, dict):
-        raise OptionTypeError("measured", name, _NEEDED)
+    given = found if isinstance(found, dict) else {}
     numbers = {
-        key: value for key, value in found.items()
+        key: value for key, value in given.items()
         if isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
     }  # fmt: skip
     if not numbers.get("total_time"):
-        raise OptionTypeError("measured", name, _NEEDED)
+        wanted = "a number of milliseconds, or the summary JSON of Neuron Explorer with total_time"
+        raise OptionTypeError("measured", name, wanted)
     moved = [numbers[key] for key in ("hbm_read_bytes", "hbm_write_bytes") if key in numbers]
     collectives = numbers.get("cc_op_active_time")
     return Measured(
