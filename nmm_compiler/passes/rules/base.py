@@ -186,9 +186,11 @@ class KernelRule(Rule):
         why = refuse(graph, call.covered, call.final, call.keys(), **allowed)
         return why or self.called(graph, call)
 
-    def called(self, graph: Canonical, call: Any) -> Match | Refusal:
-        """Return the match of a call, or a refusal where smaller calls are predicted to be
-        faster."""
+    def called(
+        self, graph: Canonical, call: Any, spec: KernelSpec | None = None
+    ) -> Match | Refusal:
+        """Return the match of a call, or a refusal where smaller calls are predicted to be faster;
+        spec: of the call, where it is known."""
         match = Match(
             rule=self.name,
             node=call.final,
@@ -197,7 +199,7 @@ class KernelRule(Rule):
             info=call.info(),
             notes=call.notes(graph),
         )
-        return self.priced(graph, match, call.spec(graph))
+        return self.priced(graph, match, spec or call.spec(graph))
 
     def priced(self, graph: Canonical, match: Match, spec: KernelSpec) -> Match | Refusal:
         """Return a match with the price of its call, or a refusal where smaller calls are predicted

@@ -23,6 +23,7 @@ from typing import Any
 from torch import fx
 
 from nmm_compiler.codegen.choose import refusal
+from nmm_compiler.kernels.base import KernelSpec
 from nmm_compiler.passes.chains.chain import (
     Chain,
     features_over_base,
@@ -66,6 +67,14 @@ def _is_product(c: Canonical, key: Key) -> bool:
     return inner or isinstance(form, Product)
 
 
+def is_gate(c: Canonical, key: Key) -> bool:
+    """Return whether a value is the product of two activations of one shape."""
+    form = c.forms.get(key)
+    if not isinstance(form, Scale) or isinstance(form.factor, float):
+        return False
+    return not c.is_weight(form.factor) and c.shape(form.value) == c.shape(form.factor)
+
+
 def gates_at(
     c: Canonical, node: Key, is_linear: Callable[[Canonical, Key], bool] = _is_product
 ) -> Iterator[Any]:
@@ -73,11 +82,9 @@ def gates_at(
 
     is_linear: says of a factor that no activation may stand behind it.
     """
-    form = c.forms.get(node)
-    if not isinstance(form, Scale) or isinstance(form.factor, float):
+    if not is_gate(c, node):
         return
-    if c.is_weight(form.factor) or c.shape(form.value) != c.shape(form.factor):
-        return
+    form: Any = c.forms[node]
     for gate, up in form.orders:
         read = _activated(c, gate)
         if read is not None:
@@ -195,11 +202,8 @@ class GatedMLP(KernelRule):
             return None
         chains = [*(one.chain for one in half.linears), down]
         call = Call.of(graph, "gated_mlp", chains, node, out_dims, activation=half.activation)
-        made = (
-            refuse(graph, call.covered, node, call.keys())
-            or _no_kernel(graph, call)
-            or self.called(graph, call)
-        )
+        spec = refuse(graph, call.covered, node, call.keys()) or _spec(graph, call)
+        made = spec if isinstance(spec, Refusal) else self.called(graph, call, spec)
         if isinstance(made, Match):
             return made
         pair = any(one.rank for one in half.linears)  # reported where two calls take its place
@@ -227,13 +231,14 @@ def over_tokens(c: Canonical, h_dims: Dims, down: Chain) -> Dims | None:
     return dims
 
 
-def _no_kernel(c: Canonical, call: Call) -> Refusal | None:
-    """Return why one kernel is not possible on the target, or None."""
+def _spec(c: Canonical, call: Call) -> KernelSpec | Refusal:
+    """Return what one kernel computes, or why none is possible on the target."""
     k = call.source.k
     if call.n != k:
         text = f"the down projection returns {call.n} features, one kernel returns x's {k}"
         return Refusal("no_kernel", text, call.final)
-    why = refusal(call.spec(c), c.chip)
+    spec = call.spec(c)
+    why = refusal(spec, c.chip)
     if why is None:
-        return None
+        return spec
     return Refusal("no_kernel", f"the whole MLP has no kernel: {why}", call.final)
