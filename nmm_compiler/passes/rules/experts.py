@@ -14,24 +14,28 @@ scores of experts that a token did not choose are 0, becomes a call for the chos
     bmm(act(bmm(x.repeat(experts, 1) * scores.T, gate_up)), down).sum(0)           Llama 4
     (bmm(act(bmm(x.repeat(experts, 1), gate_up)), down) * scores.T).sum(0)
 
-The function between the products is recognized by its values: an activation of the gate times up,
-or gpt-oss's clamped product. A Python loop over the experts breaks the graph; its beginning is
-recognized and refused. One call is taken unless the experts one by one are predicted to be faster.
-A call of `nmm.experts` that the model makes itself, as compressed experts do, becomes a call for
-the target.
+`batched`, `grouped` and `of_all` are these forms as transformers writes them. Each is traced, and
+`_agrees` compares the trace with the graph, node by node. The function between the products is
+recognized by its values: an activation of the gate times up, or gpt-oss's clamped product. A Python
+loop over the experts breaks the graph; its beginning is recognized and refused. One call is taken
+unless the experts one by one are predicted to be faster. A call of `nmm.experts` that the model
+makes itself, as compressed experts do, becomes a call for the target.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import math
-import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from nmm_compiler.errors import NmmError
 from nmm_compiler.ops.chosen import EXPERTS, said_of
@@ -43,19 +47,21 @@ from nmm_compiler.passes.chains.safety import (
     unsafe,
 )
 from nmm_compiler.passes.emit.editor import Editor
-from nmm_compiler.passes.graph.canonical import Canonical, Opaque, Product, dtype_name, owner_of
+from nmm_compiler.passes.graph.canonical import Canonical, Opaque, Product, dtype_name
 from nmm_compiler.passes.graph.effects import upstream
 from nmm_compiler.passes.graph.torch_names import target_name
 from nmm_compiler.passes.rules.base import KernelRule, Match
 
 aten = torch.ops.aten
 GROUPED = frozenset({"grouped_mm", "_grouped_mm", "transformers::grouped_mm_fallback"})
-RESHAPES = frozenset({"view", "reshape", "contiguous", "flatten", "unsqueeze", "squeeze"})
+RESHAPES = frozenset({"view", "reshape", "flatten"})
 _PRODUCTS = (*GROUPED, "bmm")
-_PLAIN: dict[str, Any] = {
-    "halves": "joined", "activation": "silu", "limit": 0.0, "slope": 1.0, "plus": 0.0,
+_ONE_NAME = {
+    **dict.fromkeys(GROUPED, "grouped_mm"), **dict.fromkeys(RESHAPES, "reshape"),
+    "setitem_": "index_put_", "mT": "transpose", "floor_divide": "floordiv",
 }  # fmt: skip
-
+"""The names of operations that a form has in one spelling."""
+_OF_DIMS = ("unsqueeze", "squeeze", "transpose")
 
 # What may stand between the products of an expert, beside casts.
 _OF_ELEMENTS = frozenset({
@@ -63,7 +69,7 @@ _OF_ELEMENTS = frozenset({
     "exp", "silu", "gelu", "relu", "sigmoid", "tanh", "erf", "clamp", "clamp_max", "clamp_min",
     "clip",
 })  # fmt: skip
-_CASTS = frozenset({"to", "_to_copy", "float", "type_as", "contiguous"})
+_CASTS = frozenset({"to", "_to_copy", "float", "int", "type_as", "contiguous"})
 
 
 class NotExpertsError(Exception):
@@ -75,22 +81,155 @@ def name_of(value: Any) -> str | None:
     return target_name(value) if isinstance(value, fx.Node) else None
 
 
-@dataclass(frozen=True)
-class _Linear:
-    """One product: its rows, the weights and biases of all experts, whether they lie [out, in].
+# -- the forms ----------------------------------------------------------------------------------
+# Numbers have names: each stands for one number. `function` is what stands between the products.
 
-    product: the node of the product alone. adds: where the bias is added in place. mask: of absent
-    experts. picks: by which weights or biases are gathered.
+_GIVEN = ("x", "index", "gates", "gate_up", "down", "gate_up_bias", "down_bias")
+_BIASES = ("in place", "added", "")
+
+
+def _plus(y: Any, bias: Any, how: str) -> Any:
+    """Return y with a bias, which is added in place or not, or without one."""
+    if how == "in place":
+        y.add_(bias)
+    return y + bias if how == "added" else y
+
+
+def batched(of: Any, bias: str, turned: bool, absent: bool) -> Any:
+    """Return y times its gates: weights are gathered for each pick."""
+    picks, each = of.index.reshape(-1), of.gates.reshape(-1)
+    if absent:
+        each = each.masked_fill(picks >= "groups", 0.0)
+        picks = picks.clamp(0, "last")
+
+    def linear(rows: Any, weight: Any, own: Any) -> Any:
+        if turned:
+            y = torch.bmm(weight[picks], rows.unsqueeze(-1)).squeeze(-1)
+        else:
+            y = torch.bmm(rows.unsqueeze(-2), weight[picks]).squeeze(-2)
+        return _plus(y, own[picks], bias)
+
+    h = linear(of.x.repeat_interleave("top_k", dim=0), of.gate_up, of.gate_up_bias)
+    return linear(h.function(), of.down, of.down_bias) * each.unsqueeze(-1)
+
+
+def grouped(of: Any, bias: str, turned: bool, absent: bool) -> Any:
+    """Return y times its gates: rows are sorted by expert."""
+    ordered: Any = torch.sort(of.index.reshape(-1))
+    picks, perm = ordered[0], ordered[1]
+    rows, each = of.x[perm // "top_k"], of.gates.reshape(-1)[perm]
+    counts = picks.histc(bins="groups", min=0, max="last")
+    offsets = counts.cumsum(dim=0, dtype="dtype")
+    mask = (picks >= "groups").unsqueeze(-1)
+    if absent:  # rows of absent experts are 0, their picks in bounds for gathers of biases
+        picks.clamp_(max="last")
+        rows.masked_fill_(mask, 0.0)
+
+    def linear(rows: Any, weight: Any, own: Any) -> Any:
+        weight = weight.transpose(-2, -1) if turned else weight
+        y = _plus(torch._grouped_mm(rows, weight, offs=offsets), own[picks], bias)
+        return y.masked_fill(mask, 0.0) if absent else y
+
+    h = linear(rows, of.gate_up, of.gate_up_bias)
+    y = linear(h.function(), of.down, of.down_bias) * each.unsqueeze(-1)
+    inverse: Any = torch.empty_like(perm)
+    inverse.index_put_(perm, "arange")
+    return y[inverse]
+
+
+def of_all(of: Any, bias: str, scaled: bool) -> Any:
+    """Return y of all tokens and all experts; scaled: gates multiply x, and not y."""
+    rows = of.x.repeat("groups", 1)
+    rows = (rows * of.gates if scaled else rows).reshape()
+    h: Any = _plus(torch.bmm(rows, of.gate_up), of.gate_up_bias, bias)
+    y = _plus(torch.bmm(h.function(), of.down), of.down_bias, bias)
+    return y if scaled else y.reshape() * of.gates
+
+
+@functools.cache
+def _traced(form: Callable[..., Any], *said: Any) -> fx.Node:
+    """Return the last node of a form."""
+    graph = fx.Graph()
+    tracer = fx.proxy.GraphAppendingTracer(graph)
+    given = {name: fx.Proxy(graph.placeholder(name), tracer) for name in _GIVEN}
+    end: fx.Node = form(SimpleNamespace(**given), *said).node
+    return end
+
+
+def _said(graph: Canonical | None, node: fx.Node) -> tuple[str, list[Any]]:
+    """Return what a node does, with the names of its keywords, and to what; graph: of no form."""
+    said = {keyword: value for keyword, value in node.kwargs.items() if value is not None}
+    name, args = name_of(node) or "", tree_leaves((node.args, said))
+    if name == "mT":
+        args += [-2, -1]
+    name = _ONE_NAME.get(name, name)
+    if name == "reshape":
+        return name, args[:1]
+    if name in _OF_DIMS and graph is not None:
+        rank = len(graph.sizes(args[0])) + (name == "unsqueeze")
+        args[1:] = sorted(dim - rank if dim >= 0 else dim for dim in args[1:])
+    return " ".join((name, *said)), args
+
+
+def _agrees(graph: Canonical, own: Any, value: Any, found: dict[Any, Any]) -> bool:
+    """Return whether a value of a graph is one of a form; note what the form's values are.
+
+    Casts are passed over, and noted.
     """
+    if isinstance(own, str):
+        return bool(found.setdefault(own, value) == value)
+    if not isinstance(own, fx.Node):
+        return bool(own == value)
+    while own.op != "placeholder" and name_of(value) in _CASTS:
+        found["casts"] = (*found.get("casts", ()), value)
+        value = value.args[0]
+    if own in found:
+        return bool(found[own] is value)
+    if not isinstance(value, fx.Node):
+        return False
+    found[own] = value
+    if own.op == "placeholder":
+        return True
+    if own.target == "function":
+        between, h = _region(value)
+        found["function"] = between, h, value
+        return _agrees(graph, own.args[0], h, found)
+    (name, mine), (other, theirs) = _said(None, own), _said(graph, value)
+    if name != other or len(mine) != len(theirs):
+        return False
+    for order in (theirs, theirs[::-1]) if name in ("mul", "add") else (theirs,):
+        tried = dict(found)
+        if all(_agrees(graph, *pair, tried) for pair in zip(mine, order, strict=True)):
+            found.update(tried)
+            return True
+    return False
 
-    rows: Any
-    weight: fx.Node
-    bias: fx.Node | None
-    turned: bool
-    product: fx.Node
-    adds: tuple[fx.Node, ...] = ()
-    mask: fx.Node | None = None
-    picks: Any = None
+
+def _writes(graph: Canonical, end: fx.Node, found: dict[Any, Any]) -> frozenset[fx.Node]:
+    """Return the writes of a form in the graph; NotExpertsError where one is not there once."""
+    writes = []
+    for own in end.graph.nodes:
+        name = _said(None, own)[0]
+        if own.op != "placeholder" and name.split()[0].endswith("_"):
+            users = [one for one in found[own.args[0]].users if _said(graph, one)[0] == name]
+            _require(len(users) == 1 and _agrees(graph, own, users[0], found))
+            writes += users
+    return frozenset(writes)
+
+
+def _found(
+    graph: Canonical, value: Any, forms: Iterator[tuple[Any, ...]]
+) -> tuple[dict[str, Any], frozenset[fx.Node], tuple[Any, ...]]:
+    """Return the values of the first form that a value is, by their names in it, its writes, and
+    which one it is; NotExpertsError where it is none."""
+    for form, *said in forms:
+        end, found = _traced(form, *said), dict[Any, Any](casts=())
+        with contextlib.suppress(NotExpertsError):
+            if _agrees(graph, end, value, found):
+                writes = _writes(graph, end, found)
+                names = {own.name if isinstance(own, fx.Node) else own: own for own in found}
+                return {name: found[own] for name, own in names.items()}, writes, tuple(said)
+    raise NotExpertsError
 
 
 @dataclass(frozen=True)
@@ -107,19 +246,6 @@ class _Mixture:
     scaled: bool = False
     absent: bool = False
     writes: frozenset[fx.Node] = frozenset()
-
-    @classmethod
-    def of(
-        cls, x: Any, index: Any, gates: Any, up: _Linear, down: _Linear, **more: Any
-    ) -> _Mixture:
-        """Return the mixture of x [tokens, k], index and gates [tokens, top_k] and two products."""
-        _require(up.turned == down.turned)
-        given = {
-            "x": x, "gate_up": up.weight, "down": down.weight, "index": index, "gates": gates,
-            "gate_up_bias": up.bias, "down_bias": down.bias,
-            "weight_layout": "col" if down.turned else "row",
-        }  # fmt: skip
-        return cls(given, **more)
 
     @property
     def operands(self) -> list[fx.Node]:
@@ -190,13 +316,12 @@ class Experts(KernelRule):
         if _is_own(node):
             return _Mixture(EXPERTS.bound(node.args, node.kwargs))
         by_pick = _given(node, 1, "dim") in (1, [1], (1,))
-        mixture, rows = _of_picks(graph, node) if by_pick else _of_all(graph, node)
+        mixture, found = _of_picks(graph, node) if by_pick else _of_all(graph, node)
         _require(len(graph.sizes(mixture.given["down"])) == 3)
-        between, h = _region(rows)
-        said = _function(graph, between, h, rows)
+        said = _function(graph, *found["function"])
         if said is None:
             why = "the function between the products of the experts is no gated product"
-            return Refusal("no_kernel", why, rows)
+            return Refusal("no_kernel", why, found["function"][-1])
         dtypes = [graph.dtype(mixture.given[name]) for name in ("x", "gate_up", "down")]
         if len({*dtypes}) > 1 or not _rounds(graph, node, dtypes[0]):
             why = (
@@ -204,6 +329,9 @@ class Experts(KernelRule):
                 "compute in"
             )
             return Refusal("dtype", why.format(*dtypes, graph.dtype(node)), node)
+        for one in found["casts"]:
+            held: Any = graph.dtype(one.args[0])
+            _require(not held.is_floating_point or graph.dtype(one) in (dtypes[0], torch.float32))
         return replace(mixture, given=mixture.given | said)
 
     def rewrite(self, graph: Canonical, match: Match, editor: Editor) -> fx.Node:
@@ -272,170 +400,45 @@ def _rounds(graph: Canonical, node: Any, dtype: Any) -> bool:
     return bool(readers) and all(casts)
 
 
-def _of_picks(graph: Canonical, node: Any) -> tuple[_Mixture, Any]:
-    """Read a sum over the picks of each token; return the rows of its last product, too."""
-    view = _named(node.args[0], RESHAPES)
-    shape = graph.sizes(view)
-    _require(len(shape) == 3)
-    product, inverse = view.args[0], None
-    if name_of(product) == "getitem" and isinstance(product.args[1], fx.Node):
-        product, inverse = product.args
-    made, gates = _times_gates(product)
-    kind = "batched" if inverse is None else "grouped"
-    down = _linear(graph, made, kind)
-    up = _linear(graph, _region(down.rows)[1], kind)
-    read = _batched_picks if inverse is None else _grouped_picks
-    mixture = read(graph, up, down, gates, inverse, shape)
-    sizes = [graph.sizes(mixture.given[name]) for name in ("index", "gates", "x")]
-    _require(sizes == [tuple(shape[:2])] * 2 + [(shape[0], shape[2])])
-    return mixture, down.rows
+def _of_picks(graph: Canonical, node: Any) -> tuple[_Mixture, dict[str, Any]]:
+    """Read a sum over the picks of each token; return the values of its form, too."""
+    shape = graph.sizes(node.args[0])
+    forms = itertools.product((batched, grouped), _BIASES, (False, True), (True, False))
+    found, writes, (_, turned, absent) = _found(graph, _behind(node.args[0], RESHAPES), forms)
+    sizes = [graph.sizes(found[name]) for name in ("index", "gates", "x")]
+    _require(len(shape) == 3 and sizes == [tuple(shape[:2])] * 2 + [(shape[0], shape[2])])
+    groups = (graph.shape(found["down"]) or (0,))[0]
+    _require(found["top_k"] == shape[1] and found.get("groups", groups) == groups)
+    _require(found.get("last", groups - 1) == groups - 1)
+    places = found.get("arange")  # where the rows of a sort were
+    _require(places is None or len(_named(places, ("arange",)).args) == 1)
+    given = {name: found.get(name) for name in _GIVEN}
+    given["weight_layout"] = "col" if turned else "row"
+    return _Mixture(given, absent=absent, writes=writes), found
 
 
-def _times_gates(product: Any) -> tuple[Any, Any]:
-    """Return y and the gates of y * gates[.., None]."""
-    both = _named(product, ("mul",)).args
-    sides = [one for one in both if isinstance(one, fx.Node)]
-    spread = [one for one in sides if name_of(one) == "unsqueeze"]
-    _require(len(sides) == 2 and bool(spread) and spread[-1].args[1] in (-1, 1))
-    made = sides[0] if sides[1] is spread[-1] else sides[1]
-    return made, spread[-1].args[0]
-
-
-def _linear(graph: Canonical, node: Any, kind: str) -> _Linear:
-    """Return the product that a node is, with bias and mask; kind: "grouped", "batched", "all"."""
-    bias, mask, picks = None, None, None
-    if name_of(node) == "masked_fill":
-        node, mask, value = (*node.args, node.kwargs.get("value"))[:3]
-        _require(value == 0 and kind == "grouped")
-    added = [one for one in node.users if name_of(one) == "add_" and one.args[0] is node]
-    sums = added
-    if len(added) == 1:
-        bias = added[0].args[1]
-    elif name_of(node) in ("add", "add_"):
-        sums = [node]
-        node, bias = node.args
-    _require(not any(one.kwargs for one in sums))  # alpha, which multiplies the bias
-    product = _named(node, ("squeeze",)).args[0] if kind == "batched" else node
-    left, right = _named(product, GROUPED if kind == "grouped" else ("bmm",)).args[:2]
-    _require(_given(product, 3, "bias") is None and _given(product, 4, "out_dtype") is None)
-    if kind == "batched":
-        turned = name_of(left) == "getitem"
-        chosen, token = (left, right) if turned else (right, left)
-        rows = _named(token, ("unsqueeze",)).args[0]
-        weight, picks = _named(chosen, ("getitem",)).args
-    else:
-        rows, weight = left, right
-        turned = name_of(weight) in ("transpose", "mT")
-        if turned:
-            _require(sorted(d % 3 for d in weight.args[1:]) in ([], [1, 2]))
-            weight = weight.args[0]
-    if bias is not None and kind == "all":
-        held, dims = graph.base(bias)
+def _of_all(graph: Canonical, node: Any) -> tuple[_Mixture, dict[str, Any]]:
+    """Read a sum over experts of a product of all tokens with all of them; return the values of its
+    form, too."""
+    # with scaled x, an expert that no token chose would add its bias
+    forms = (*((of_all, bias, False) for bias in _BIASES), (of_all, "", True))
+    found, writes, (_, scaled) = _found(graph, _behind(node.args[0], RESHAPES), iter(forms))
+    size, groups = graph.sizes(found["x"]), (graph.shape(found["down"]) or (0,))[0]
+    _require(len(size) == 2 and graph.sizes(found["reshape"]) == (groups, *size))
+    _require(found["groups"] == groups and math.prod(graph.sizes(node)) == math.prod(size))
+    for name in _GIVEN[-2:] if "gate_up_bias" in found else ():
+        held, dims = graph.base(found[name])
         _require([*dims] == [*graph.whole(held)[:1], (), *graph.whole(held)[1:]])
-        bias = owner_of(held)
-    elif bias is not None:
-        bias, of_bias = _named(bias, ("getitem",)).args
-        _require(picks in (None, of_bias))
-        picks = of_bias
-    rows = _behind(rows, ("to", "_to_copy"))  # x and weights have one dtype, which is checked
-    return _Linear(rows, weight, bias, turned, product, tuple(added), mask, picks)
-
-
-def _batched_picks(
-    graph: Canonical, up: _Linear, down: _Linear, gates: Any, inverse: Any, shape: Any
-) -> _Mixture:
-    """Read weights that are gathered for each pick."""
-    rows = _named(up.rows, ("repeat_interleave",))
-    _require(rows.args[1] == shape[1] and _given(rows, 2, "dim") == 0)
-    picks = up.picks
-    _require(picks is down.picks)
-    groups = (graph.shape(down.weight) or (0,))[0]
-    absent = name_of(picks) == "clamp"
-    if absent:
-        bounds = tuple(_given(picks, i, name) for i, name in ((1, "min"), (2, "max")))
-        gates, mask, value = (*_named(gates, ("masked_fill",)).args, None)[:3]
-        picks = picks.args[0]
-        _require(bounds == (0, groups - 1) and value == 0 and _names_absent(mask, picks, groups))
-    return _Mixture.of(
-        rows.args[0], _flattened(picks), _flattened(gates), up, down, absent=absent,
-        writes=frozenset((*up.adds, *down.adds)),
-    )  # fmt: skip
-
-
-def _grouped_picks(
-    graph: Canonical, up: _Linear, down: _Linear, gates: Any, inverse: Any, shape: Any
-) -> _Mixture:
-    """Read rows that are sorted by expert."""
-    rows = _named(up.rows, ("getitem",))
-    x, place = rows.args
-    divides = isinstance(place, fx.Node) and place.target is operator.floordiv
-    divides = divides or name_of(place) == "floor_divide"
-    _require(divides and place.args[1] == shape[1])
-    perm = place.args[0]
-    ordered = _named(_named(perm, ("getitem",)).args[0], ("sort",))
-    picks = next(
-        (one for one in ordered.users if name_of(one) == "getitem" and one.args[1] == 0), None
-    )
-    gates = _named(gates, ("getitem",))
-    groups = (graph.shape(down.weight) or (0,))[0]
-    writes = _inverts(inverse, perm).union(up.adds, down.adds)
-    _require(perm.args[1] == 1 and gates.args[1] is perm)
-    _require(len(ordered.args) == 1 and not ordered.kwargs)
-    offsets = [_counted(one, picks, groups) for one in (up, down)]
-    _require(offsets[0] is offsets[1] and {up.picks, down.picks} <= {picks, None})
-    masks = {up.mask, down.mask}
-    absent = masks != {None}
-    if absent:
-        mask = _named(up.mask, ("unsqueeze",))
-        _require(len(masks) == 1 and _names_absent(mask.args[0], picks, groups))
-        # zeros in the rows of absent experts, and absent picks in bounds for gathers of biases
-        zeros = _writes_to(rows, ("masked_fill_",))
-        _require(all(tuple(one.args[1:]) == (mask, 0.0) for one in zeros))
-        bounds = _writes_to(picks, ("clamp_", "clamp_max_"))
-        _require(all(_given(one, 2, "max") == groups - 1 for one in bounds))
-        writes |= zeros | bounds
-    return _Mixture.of(
-        x, _flattened(ordered.args[0]), _flattened(gates.args[0]), up, down, absent=absent,
-        writes=writes,
-    )  # fmt: skip
-
-
-def _of_all(graph: Canonical, node: Any) -> tuple[_Mixture, Any]:
-    """Read a sum over experts of a product of all tokens with all of them; return the rows of its
-    last product, too."""
-    made: Any = _behind(node.args[0], RESHAPES)
-    scores: Any = None
-    if name_of(made) == "mul":
-        made, scores = _times_scores(graph, made)
-    down = _linear(graph, _behind(made, RESHAPES), "all")
-    up = _linear(graph, _region(down.rows)[1], "all")
-    rows, scaled = _behind(up.rows, RESHAPES), scores is None
-    if scaled:
-        rows, scores = _times_scores(graph, rows)
-    shape, groups = graph.sizes(up.rows), (graph.shape(down.weight) or (0,))[0]
-    repeated = _named(rows, ("repeat",))
-    x, times = repeated.args[0], tuple(repeated.args[1:])
-    size = graph.sizes(x)
-    # else an expert that no token chose adds its bias
-    _require(not scaled or (up.bias is None and down.bias is None))
-    _require(len(shape) == 3 and shape[0] == groups and len(size) == 2)
-    _require(times in ((groups, 1), ((groups, 1),)))
+        found[name] = held
+    scores: Any
+    scores, dims = graph.base(found["gates"])  # each for one row of features
+    _require(graph.sizes(found["mul"])[:-1] == graph.sizes(found["gates"])[:-1])
+    turned = tuple(itertools.chain(*reversed(graph.whole(scores))))
+    _require(dims[-1:] == ((),) and tuple(itertools.chain(*dims)) == turned)
     index = _sparse(scores)
     _require(graph.sizes(scores) == (size[0], groups))
-    _require(math.prod(graph.sizes(node)) == math.prod(size))
-    return _Mixture.of(x, index, None, up, down, scores=scores, scaled=scaled), down.rows
-
-
-def _times_scores(graph: Canonical, product: Any) -> tuple[Any, Any]:
-    """Return rows and scores of rows * scores.T, each score for one row of features."""
-    sides = [one for one in _named(product, ("mul",)).args if isinstance(one, fx.Node)]
-    for rows, spread in (sides, sides[::-1]) if len(sides) == 2 else ():
-        scores, dims = graph.base(spread)
-        turned = tuple(itertools.chain(*reversed(graph.whole(scores))))
-        fits = graph.sizes(rows)[:-1] == graph.sizes(spread)[:-1]
-        if fits and dims[-1:] == ((),) and tuple(itertools.chain(*dims)) == turned:
-            return rows, scores
-    raise NotExpertsError
+    given = {name: found.get(name) for name in _GIVEN} | {"index": index, "gates": None}
+    return _Mixture(given, scores=scores, scaled=scaled, writes=writes), found
 
 
 def _sparse(scores: Any) -> fx.Node:
@@ -452,44 +455,6 @@ def _sparse(scores: Any) -> fx.Node:
     _require(fill == wanted and _given(given, 1, "dim") in (1, -1))
     _require(_is_top_k(index) and index.args[1] == 1)  # no expert twice
     return index
-
-
-def _counted(linear: _Linear, picks: Any, groups: Any) -> Any:
-    """Return the offsets of a grouped product, which count the sorted picks."""
-    offsets = _given(linear.product, 2, "offs")
-    total = _named(offsets, ("cumsum",))
-    counts = _named(total.args[0], ("histc",))
-    bounds = tuple(_given(counts, i + 1, name) for i, name in enumerate(("bins", "min", "max")))
-    _require(_behind(counts.args[0], {*_CASTS, "int"}) is picks)
-    _require(bounds == (groups, 0, groups - 1) and _given(total, 1, "dim") == 0)
-    return offsets
-
-
-def _inverts(inverse: Any, perm: Any) -> frozenset[fx.Node]:
-    """Return the write that fills `inverse` as inverse[perm] = arange."""
-    _require(_named(inverse, ("empty_like", "new_empty")).args[0] is perm)
-    writes = _writes_to(inverse, ("setitem_", "index_put_"))
-    _require([len(one.args) >= 3 for one in writes] == [True])
-    _, place, value = next(iter(writes)).args[:3]
-    place = place[0] if isinstance(place, (list, tuple)) else place
-    _require(place is perm and len(_named(value, ("arange",)).args) == 1)
-    return writes
-
-
-def _names_absent(mask: Any, picks: Any, groups: Any) -> bool:
-    """Return whether a mask is of picks that are none of the experts here."""
-    return name_of(mask) == "ge" and tuple(mask.args) == (picks, groups)
-
-
-def _writes_to(value: Any, names: Any) -> frozenset[fx.Node]:
-    """Return the users of a value that write to it by one of these operations."""
-    return frozenset(one for one in value.users if name_of(one) in names)
-
-
-def _flattened(picks: Any) -> fx.Node:
-    """Return what one row of numbers was before it was flattened."""
-    node: fx.Node = _named(picks, RESHAPES).args[0]
-    return node
 
 
 def _given(node: Any, place: int, name: str) -> Any:
@@ -580,8 +545,7 @@ def _function(
         }
         for names in (("clamp", "clamp_max", "clip"), ("mul",), ("add",))
     )
-    said = said_of(sample, run.env[last], *numbers)
-    return said and {name: value for name, value in said.items() if value != _PLAIN[name]}
+    return said_of(sample, run.env[last], *numbers)
 
 
 def _samples(nodes: list[Any], width: int) -> torch.Tensor:
