@@ -39,10 +39,10 @@ from nmm_compiler.simulator.beta1.tensor import (
     asked,
     fail,
     in_kind,
-    leave_undefined,
     result,
     session,
     stretched,
+    write,
     written,
 )
 from nmm_compiler.simulator.isa import names as current_isa
@@ -250,12 +250,10 @@ def by_row(name: str, row: Any, issue: Body, rule: str, given: Arguments) -> Any
     mask, dtype = given.pop("mask", None), given.pop("dtype", None)
     if row.first in given:
         session().flush()
-        dst = tensor(name, row.first, given[row.first])
+        dst = tensor(name, row.first, given.pop(row.first))
         box = box_of(mask, dst.shape)
-        if box is not False:
-            issue(**_views(name, row, given, row.first, dst.shape, box))
-        if isinstance(box, tuple):
-            leave_undefined(dst)
+        views = functools.partial(_views, name, row, given, row.first, dst.shape, box)
+        write(dst, box, lambda view: issue(view, **views()))
         return None
     terms = row.equation.terms
     role = next(r for r in row.reads if len(terms.get(r, ())) == 2)  # with partitions and elements
@@ -464,15 +462,15 @@ def dma_copied(
     session().flush()
     target, origin = tensor_anywhere(name, "dst", dst), tensor_anywhere(name, "src", src)
     box = box_of(mask, target.shape)
-    if box is False:
-        return
-    source, view = in_sbuf(origin.tile(box)), written(target, box)
-    if dst_rmw_op is not None:
-        ISSUE["dma_compute"](view, [view, source], dst_rmw_op)
-    else:
-        ISSUE["dma_copy"](view, source, **given)
-    if box is not True:
-        leave_undefined(target)
+
+    def issue(view: NkiTensor) -> None:
+        source = in_sbuf(origin.tile(box))
+        if dst_rmw_op is not None:
+            ISSUE["dma_compute"](view, [view, source], dst_rmw_op)
+        else:
+            ISSUE["dma_copy"](view, source, **given)
+
+    write(target, box, issue)
 
 
 def _pattern(line: Affine) -> tuple[list[list[int]], int, int]:

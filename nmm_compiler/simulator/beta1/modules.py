@@ -71,8 +71,8 @@ def _entry(function: Function, grid: Grid, checked: bool) -> Function:
         tensors = _each(lambda v: Tensor.of(v) if isinstance(v, NkiTensor) else v, (args, kwargs))
         returned: Any = None
         now.grid = tuple(map(len, grid))
-        core_of = {p: sum(map(getitem, grid, p)) for p in itertools.product(*map(range, now.grid))}
-        mine = [program for program, core in core_of.items() if core == now.machine.program_id]
+        every, core = itertools.product(*map(range, now.grid)), now.machine.program_id
+        mine = [program for program in every if sum(map(getitem, grid, program)) == core]
         for program in mine:
             now.program = program
             now.machine.programs.begin(now.machine)

@@ -98,16 +98,13 @@ class Pending:
 
     def into(self, dst: Tensor, issue: Issue | None) -> None:
         """Issue the instruction; what its mask leaves out of dst stays undefined."""
-        if self.box is not False:
-            if issue is None:
-                raise fail(
-                    OperandError,
-                    "nl.loop_reduce updates the tile that it is assigned to; write dst[...] = "
-                    "nl.loop_reduce(...)",
-                )
-            issue(written(dst, self.box), self.part)
-        if self.box is not True:
-            leave_undefined(dst)
+        if issue is None:
+            raise fail(
+                OperandError,
+                "nl.loop_reduce updates the tile that it is assigned to; write dst[...] = "
+                "nl.loop_reduce(...)",
+            )
+        write(dst, self.box, lambda view: issue(view, self.part))
 
 
 @dataclasses.dataclass
@@ -596,6 +593,14 @@ def written(dst: Tensor, box: Part = True) -> NkiTensor:
     return view
 
 
+def write(dst: Tensor, box: Part, issue: Callable[[NkiTensor], Any]) -> None:
+    """Issue what writes a box of dst; what it leaves out of dst on chip stays undefined."""
+    if box is not False:
+        issue(written(dst, box))
+    if box is not True:
+        leave_undefined(dst)
+
+
 def assign(dst: Tensor, value: Any) -> None:
     """Do `dst = value` for a part of a tensor."""
     now = session()
@@ -637,11 +642,10 @@ def assign(dst: Tensor, value: Any) -> None:
     box: Part = True
     if pending is not None and (value.shape == dst.shape or pending.box is False):
         box = pending.box
-    if box is not False:
-        source = stretched(value, dst.shape, "assignment", box)
-        tensor_copy(written(dst, box), source)
-    if box is not True:
-        leave_undefined(dst)
+    write(
+        dst, box,
+        lambda view: tensor_copy(view, stretched(value, dst.shape, "assignment", box)),
+    )  # fmt: skip
 
 
 def in_kind(number: Any, kind: DType) -> Any:
