@@ -107,7 +107,7 @@ class LinearSchedule(Schedule):
         made = dataclasses.replace(linear, weight=weight, low_rank=pair)
         turned = self.turned and linear.rows
         # each part of v takes products of its own then, which more outputs wait for
-        few = made.last.parts == 1 or linear.n == 1024
+        few = made.last.parts == 1 or linear.n <= 1024
         alone = not layer.combine or linear.place == len(layer.linears)
         runs = turned and alone and few and layer.m == 1 and linear.n % 128 == 0
         return dataclasses.replace(made, turned=turned and not runs, runs=runs)
