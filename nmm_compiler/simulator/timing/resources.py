@@ -18,6 +18,7 @@ from nmm_compiler.simulator.timing.timeline import AT_ONCE, Booking, Waited
 
 _GAPS_KEPT = 64
 _SMALLEST_GAP_US = 0.02
+_OLDEST = slice(0, -_GAPS_KEPT - 1)
 _WORTH_A_SWAP = 0.5  # assumed: a stall shorter than this part of an instruction is left
 
 
@@ -52,6 +53,8 @@ class Slots:
 
     def place(self, ready: float, duration: float) -> float:
         """Book `duration` at the earliest time not before `ready`; return its start."""
+        if ready >= self.starts[-1]:
+            return self._take(-1, ready, duration)
         return self._take(self._gap(ready, duration), ready, duration)
 
     def squeeze(self, ready: float, duration: float) -> float:
@@ -65,7 +68,6 @@ class Slots:
         index = self._gap(ready, duration)
         if stops[index] < math.inf:
             return self._take(index, ready, duration)
-        index %= len(stops)
         while index and left > 0.0 and stops[index - 1] > ready:
             index -= 1
             start, stop = starts[index], stops[index]
@@ -90,8 +92,6 @@ class Slots:
     def _gap(self, ready: float, duration: float) -> int:
         """Return the first gap that is long enough."""
         starts, stops = self.starts, self.stops
-        if ready >= starts[-1]:
-            return -1
         index = bisect.bisect_left(stops, ready + duration)
         while starts[index] > ready and starts[index] + duration > stops[index]:
             index += 1
@@ -100,16 +100,16 @@ class Slots:
     def _take(self, index: int, ready: float, duration: float) -> float:
         """Book the first part of a gap from `ready` on; what is left on both sides are gaps."""
         starts, stops = self.starts, self.stops
-        start, stop = starts[index], stops[index]
+        start = starts[index]
         at = start if start > ready else ready
         end = at + duration
-        before, after = at - start > _SMALLEST_GAP_US, stop - end > _SMALLEST_GAP_US
-        if after:
+        before = at - start > _SMALLEST_GAP_US
+        if stops[index] - end > _SMALLEST_GAP_US:
             starts[index] = end
             if before:
                 starts[index:index] = [start]
                 stops[index:index] = [at]
-                del starts[: -_GAPS_KEPT - 1], stops[: -_GAPS_KEPT - 1]
+                del starts[_OLDEST], stops[_OLDEST]
         elif before:
             stops[index] = at
         else:
