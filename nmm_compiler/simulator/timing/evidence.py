@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from nmm_compiler.records import Record
-from nmm_compiler.simulator.timing.costs import Work
 from nmm_compiler.simulator.timing.timeline import Timeline
 
 HELD_OUT = Path(__file__).with_name("held_out.json")
@@ -80,16 +78,11 @@ _US = 1e6
 
 def unmodelled(
     timeline: Timeline,
-    counts: dict[str, dict[str, int]],
-    kinds: Iterable[Work],
 ) -> tuple[str, ...]:
-    """Return the effects that may matter to this run and are not modelled.
-
-    counts: of instructions, by engine and op.
-    """
-    trace, target = timeline.trace, timeline.target
-    tiny, limited = _tiny_instructions(timeline, counts), _float32_products(timeline, kinds)
-    barriers = sum(ops.get("core_barrier", 0) for ops in counts.values())
+    """Return the effects that may matter to this run and are not modelled."""
+    trace, target, kinds = timeline.trace, timeline.target, timeline.kinds.values()
+    tiny, limited = _tiny_instructions(timeline), _float32_products(timeline)
+    barriers = sum(kind.count for kind in kinds if kind.first.op == "core_barrier")
     queues = sorted({str(held.row) for held in timeline.of_kind("queue")})
     unset = sum(
         kind.count for kind in kinds
@@ -124,23 +117,24 @@ def unmodelled(
     return tuple(sentence for matters, sentence in effects if matters)
 
 
-def _tiny_instructions(timeline: Timeline, counts: dict[str, dict[str, int]]) -> int:
+def _tiny_instructions(timeline: Timeline) -> int:
     """Return how many instructions an engine has, if to issue them takes half of the run."""
     target = timeline.target
     for engine in ("vector", "scalar", "gpsimd"):
-        count, clock = sum(counts.get(engine, {}).values()), getattr(target, f"{engine}_clock_hz")
+        clock = getattr(target, f"{engine}_clock_hz")
+        count = sum(kind.count for kind in timeline.kinds.values() if kind.first.engine == engine)
         if 2.0 * count * target.engine_min_cycles / clock * _US > timeline.latency_us:
             return count
     return 0
 
 
-def _float32_products(timeline: Timeline, kinds: Iterable[Work]) -> int:
+def _float32_products(timeline: Timeline) -> int:
     """Return how many products take float32, if a power limit is known and TensorE hardly rests."""
     ramps = timeline.target.tensor_ramp_seconds > 0.0
     if not ramps or 2.0 * timeline.busy_us["tensor"] < timeline.latency_us:
         return 0
     return sum(
         kind.count
-        for kind in kinds
+        for kind in timeline.kinds.values()
         if kind.first.engine == "tensor" and "float32" in [a.dtype for a in kind.first.reads]
     )

@@ -289,7 +289,7 @@ def profile_timeline(timeline: Timeline) -> Profile:
         transposes=transposes,
         instructions=instructions,
         program_instructions=trace.program_instructions,
-        unmodelled=unmodelled(timeline, instructions, kinds),
+        unmodelled=unmodelled(timeline),
     )
     object.__setattr__(profile, "_timeline", timeline)  # not a field: JSON leaves it out
     return profile
