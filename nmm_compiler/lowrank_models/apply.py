@@ -487,7 +487,6 @@ def _budgeted(
         return {name: found.get(key) for key, names in members.items() for name in names}
 
     legal = {names[0] for key, names in members.items() if ranks_of[key]}
-    ranks, slow = _none_slower(allocate, legal, slow, prices)
     none = f"no multiple of {align} is below break-even"
     notes = {  # a base alone is in the budget, and a matrix that stays dense is not
         shape.name: ("", True)
@@ -495,7 +494,7 @@ def _budgeted(
         else (none, shape.base is not None)
         for shape in shapes
     }
-    return ranks, notes | {name: (why, False) for name, why in slow.items()}, align
+    return *_none_slower(allocate, legal, slow, notes, prices), align
 
 
 def _nominal(shape: allocation.Shape, ranks: Sequence[int], ratio: float) -> int | None:
@@ -508,9 +507,10 @@ def _none_slower(
     allocate: Callable[[Mapping[str, str]], Ranks],
     legal: set[str],
     slow: dict[str, str],
+    notes: Notes,
     prices: Prices | None,
-) -> tuple[Ranks, dict[str, str]]:
-    """Return (ranks, why some layers stay dense): none makes its call slower than dense.
+) -> tuple[Ranks, Notes]:
+    """Return (ranks, notes with why some layers stay dense): none makes its call slower than dense.
 
     allocate: the ranks beside these slow layers. legal: layers that have a legal rank. What a slow
     layer gives up is spent again on the others. Raises ModelError where all of them are slow.
@@ -530,7 +530,7 @@ def _none_slower(
         ranks = allocate(slow)
         found = {} if prices is None else prices.slower(ranks)
         if not found:
-            return ranks, slow
+            return ranks, notes | {name: (why, False) for name, why in slow.items()}
         slow = slow | found
 
 
@@ -562,8 +562,7 @@ def _explicit(
             shape = shape_of(site, config)
             rank, note = allocation.check_explicit(shape, rank, config.align)
         ranks[site.name], notes[site.name] = rank, (note, True)
-    ranks, slow = _none_slower(
+    return _none_slower(
         lambda slow: {name: None if name in slow else rank for name, rank in ranks.items()},
-        {name for name, rank in ranks.items() if rank}, {}, prices,
+        {name for name, rank in ranks.items() if rank}, {}, notes, prices,
     )  # fmt: skip
-    return ranks, notes | {name: (why, False) for name, why in slow.items()}
