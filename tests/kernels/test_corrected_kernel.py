@@ -97,17 +97,6 @@ def test_u_is_a_run_of_each_partition_and_all_dma_engines_load_v():
         assert linear.low_rank.v.parts == parts
 
 
-@pytest.mark.parametrize(
-    ("rank", "n", "parts"), [(32, 2048, 4), (32, 1024, 2), (64, 1024, 2), (32, 512, 1)], ids=str
-)
-def test_parts_of_v_meet_their_rows_of_p_where_tokens_are_stationary(rank, n, parts):
-    spec = dataclasses.replace(ONE, m=2, rank=rank, n=n, branch="fp8" * (n > 1024))
-    every = (choice.schedule for choice in rank_schedules(spec, get("trn3")))
-    rows = next(one for one in every if not one.turned and one.block >= n)
-    assert rows.plan(spec.layer).linears[0].low_rank.v.parts == parts
-    prove_right(build_kernel(spec, "trn3", schedule=rows))
-
-
 @pytest.mark.parametrize("rank", [32, 64])
 def test_q_k_and_v_of_an_8b_model_reach_0_8_of_the_roofline(rank):
     sizes = {"k": 4096, "n": (4096, 1024, 1024), "rank": rank}

@@ -128,8 +128,7 @@ class LinearSchedule(Schedule):
         few = layer.corrects(linear) and layer.m <= FEW and weight is not linear.weight
         few = few and (layer.mx or linear.low_rank.u.k > 384)
         chunk = weight.k if few and weight.layout in RUNS else chunk
-        narrow = few and not first
-        unit = 512 if apart == 4 or rows else 128
+        narrow = few and not (first or rows)
         # A sum takes its next product 203 ns behind the one before: of few tokens more sums fit
         # in between, and share a bank.
         share = 1 if first or rows or tokens >= 64 else 2 if layer.mx or layer.combine else 4
@@ -145,7 +144,7 @@ class LinearSchedule(Schedule):
             double_row=self.double_row and of_x,
             apart=apart,
             few_sums=few and first and not self.double_row,
-            parts=parts_of(weight, columns, unit) if narrow else 1,
+            parts=parts_of(weight, columns, 128 * apart) if narrow else 1,
         )
 
     def stages(self, layer: Layer) -> list[dict[str, int]]:

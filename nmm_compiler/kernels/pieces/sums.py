@@ -274,16 +274,6 @@ def sum_rows(sums, tiles, term: Term, patch: Patch, at: Block, begun):
             for b in range(across):
                 ns = patch.left + 512 * b
                 nw = min(512, patch.left + patch.width - ns)
-                if term.plan.parts > 1:
-                    wide = patch.columns // term.plan.parts
-                    base = rows * (ns // wide)
-                    first = ns % wide
-                    nisa.nc_matmul(
-                        dst=sums[a * across + b][0:mw, 0:nw],
-                        stationary=term.left.strip[base : base + rows, 0, ms : ms + mw],
-                        moving=w_sb[base : base + rows, 0, first : first + nw],
-                        accumulate=begun,
-                    )
                 for pair in range(pairs):
                     kt = 2 * pair
                     nisa.nc_matmul(
@@ -293,8 +283,7 @@ def sum_rows(sums, tiles, term: Term, patch: Patch, at: Block, begun):
                         accumulate=begun or tile + kt > 0,
                         perf_mode=nisa.matmul_perf_mode.double_row,
                     )
-                singles = 0 if term.plan.parts > 1 else (rows + 127) // 128
-                for kt in range(2 * pairs, singles):
+                for kt in range(2 * pairs, (rows + 127) // 128):
                     kp = min(128, rows - 128 * kt)
                     nisa.nc_matmul(
                         dst=sums[a * across + b][0:mw, 0:nw],
