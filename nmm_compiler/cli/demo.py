@@ -47,9 +47,7 @@ def demo(
     from nmm_compiler.prediction.forms import DEFAULT, read_form
 
     started = time.monotonic()
-    forms = tuple(dict.fromkeys((*DEFAULT, form or DEFAULT[0])))
-    for name in forms:
-        read_form(name)
+    forms = {name: read_form(name) for name in (*DEFAULT, form or DEFAULT[0])}
     values.show(
         f"{models.LANGUAGE_MODEL} on {target}: about a minute on two free cores, and some minutes "
         "more if the best form has a branch, which is fitted to data",
@@ -71,16 +69,16 @@ def demo(
 
 
 def _run(
-    form: str | None, forms: tuple[str, ...], target: str, beside: concurrent.futures.Executor
+    form: str | None, forms: dict[str, Any], target: str, beside: concurrent.futures.Executor
 ) -> dict[str, Any]:
     """Run the flow; return its figures and, as "parts", its table."""
     import torch
 
     from nmm_compiler.lowrank_models.apply import compress
-    from nmm_compiler.prediction.forms import DEFAULT, read_form
 
+    dense = next(iter(forms))
     with steps(f"loading {models.LANGUAGE_MODEL}") as step:
-        plan = beside.submit(predicted_forms, models.LANGUAGE_MODEL, forms, target)
+        plan = beside.submit(predicted_forms, models.LANGUAGE_MODEL, tuple(forms), target)
         model, tokenizer = models.language_model()
         model = model.to(torch.bfloat16)
         learned, judged = (_passages(tokenizer, text) for text in manual_split())
@@ -90,7 +88,7 @@ def _run(
 
         step("predicting the model in each form of its weights")
         planned, priced = plan.result()
-        chosen = read_form(form or planned.best_form(target) or DEFAULT[0])
+        chosen = forms[form or planned.best_form(target) or dense]
         taken = next((p for p in planned.predictions if p.form == chosen.name), None)
         if taken is None:
             raise ModelError(next(one.reason for one in planned.refused))
@@ -110,7 +108,7 @@ def _run(
         step(f"proving the kernels of {chosen.name}")
         proofs = proving.result()
     right = sum(proof.passed for proof in proofs)
-    perplexities = {DEFAULT[0]: before, chosen.name: after}
+    perplexities = {dense: before, chosen.name: after}
     done = "all weights stay as they are"
     if report is not None:
         done = (
