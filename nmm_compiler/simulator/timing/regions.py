@@ -9,6 +9,7 @@ and what used its bytes last.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
 from collections.abc import Iterable, Sequence
@@ -133,7 +134,8 @@ class Storage:
     """What the timing pass knows of one allocation.
 
     regions: those that instructions have touched; kernels touch the same ones again and again, so
-    which of them overlap is found once.
+    which of them overlap is found once. order: the same by their first byte; longest: the most
+    bytes that one of them bounds.
     end: end of the last access so far, by `user`.
     floor: when its memory is free, negative before first use; `freed_by` frees it.
     place: all of its bytes in its memory, of a tensor that lies at an address or in one buffer.
@@ -144,6 +146,8 @@ class Storage:
     def __init__(self, last_write: int, last_use: int, size: int) -> None:
         self.last_write, self.last_use, self.size = last_write, last_use, size
         self.regions: dict[tuple[Any, ...], Region] = {}
+        self.order: list[tuple[int, int, Region]] = []
+        self.longest = 0
         self.user: Booking | None = None
         self.freed_by: Booking | None = None
         self.end = 0.0
@@ -159,10 +163,17 @@ class Storage:
         if region is None:
             region = Region(self, access)
             start, stop = access.byte_start, access.byte_stop
-            for other in self.regions.values():  # most of many are tiles that lie apart
-                there = other.access
-                if there.byte_start < stop and start < there.byte_stop and overlaps(there, access):
-                    region.near.append(other)
-                    other.near.append(region)
+            entry = start, len(self.regions), region
+            if self.regions:
+                first = bisect.bisect_left(self.order, (start - self.longest,))
+                behind = bisect.bisect_left(self.order, (stop,))
+                for _, _, other in self.order[first:behind]:
+                    if overlaps(other.access, access):
+                        region.near.append(other)
+                        other.near.append(region)
+                bisect.insort(self.order, entry)
+                self.longest = max(self.longest, stop - start)
+            else:
+                self.order, self.longest = [entry], stop - start
             self.regions[key] = region
         return region
