@@ -265,11 +265,15 @@ class MLIRModule:
 
     def manifest(self, directory: str = ".") -> dict[str, Any]:
         """Return the map of names to files, as plain JSON data; `directory` holds the sources."""
-        kernels = [kernel.to_dict() for kernel in self.kernels]
-        for source in itertools.chain.from_iterable(kernel["sources"] for kernel in kernels):
-            source["file"] = f"{directory}/{source['file']}"
+        kernels = []
+        for kernel in self.kernels:
+            entry = kernel.to_dict()
+            launch = {name: entry.pop(name) for name in ("family", "spec", "operands", "sources")}
+            for source in launch["sources"]:
+                source["file"] = f"{directory}/{source['file']}"
+            kernels.append({**entry, "launches": [launch]})
         return {
-            "version": 2,
+            "version": 1,
             "entry": "main",
             "dialect": self.dialect,
             "kernels_mode": self.mode,

@@ -30,11 +30,11 @@ def operand_shapes(text: str, name: str) -> list[tuple[int, ...]]:
     return [tuple(int(size) for size in shape.split("x")) for shape in found]
 
 
-def run_kernel(folder: Path, kernel: dict[str, Any], operands: list[np.ndarray]) -> np.ndarray:
-    """Run the NKI file of a kernel in the simulator on the operands that it names."""
-    (source,) = kernel["sources"]
-    x, *rest = [operands[number] for number in kernel["operands"]]
-    if kernel["spec"]["x_layout"] == "row":
+def run_launch(folder: Path, launch: dict[str, Any], operands: list[np.ndarray]) -> np.ndarray:
+    """Run the NKI file of a launch in the simulator on the operands that it names."""
+    (source,) = launch["sources"]
+    x, *rest = [operands[number] for number in launch["operands"]]
+    if launch["spec"]["x_layout"] == "row":
         x = x.reshape(-1, x.shape[-1])
     (function,) = re.findall(r"@nki\.jit\ndef (\w+)\(", (folder / source["file"]).read_text())
     return simulate(f"{folder / source['file']}:{function}", x, *rest, mode="functional").output
@@ -54,9 +54,10 @@ def test_the_saved_kernels_compute_what_the_calls_mean(name: str, tmp_path: Path
             generator.standard_normal(shape, dtype=np.float32) / np.float32(math.sqrt(shape[-1]))
             for shape in shapes
         ]
-        spec = FAMILIES[kernel["family"]].spec_class.from_dict(kernel["spec"])
-        computed = run_kernel(tmp_path, kernel, operands)
-        ordered = [operands[number] for number in kernel["operands"]]
+        (launch,) = kernel["launches"]
+        spec = FAMILIES[launch["family"]].spec_class.from_dict(launch["spec"])
+        computed = run_launch(tmp_path, launch, operands)
+        ordered = [operands[number] for number in launch["operands"]]
         ordered[0] = ordered[0].reshape(spec.inputs()[0].shape)
         bound = spec.error_bound(*ordered)
         assert np.all(np.abs(computed - spec.reference(*ordered)) <= bound)

@@ -340,7 +340,8 @@ def test_the_manifest_ties_names_to_files(module: MLIRModule, tmp_path: Path) ->
     assert manifest["dialect"] == "stablehlo"
     assert [a["kind"] for a in manifest["arguments"]] == ["weight", "weight", "input"]
     (kernel,) = manifest["kernels"]
-    (source,) = kernel["sources"]
+    (launch,) = kernel["launches"]
+    (source,) = launch["sources"]
     text = (tmp_path / source["file"]).read_text()
     assert hashlib.sha256(text.encode()).hexdigest() == source["sha256"]
     assert f'nmm.source_sha256 = "{source["sha256"]}"' in module.text
