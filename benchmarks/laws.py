@@ -38,10 +38,9 @@ from nmm_compiler.simulator.timing import (
     costs,
     resources,
     schedule,
+    timeline,
 )
 from nmm_compiler.simulator.timing.profile import profile_timeline
-from nmm_compiler.simulator.timing.schedule import time_trace
-from nmm_compiler.simulator.timing.timeline import Timeline
 from nmm_compiler.targets import Target
 
 MOVED = 0.005
@@ -128,19 +127,19 @@ LAWS = (
 )
 
 
-def _figure(point: Point, line: Timeline) -> float:
+def _figure(point: Point, line: timeline.Timeline) -> float:
     return timing_points.FIGURES[point.figure](profile_timeline(line))
 
 
 def times(point: Point, clones: dict[str, Path], laws: tuple[Law, ...]) -> dict[str, float]:
     """Return what the model says of a kernel, whole ("") and without each law."""
     trace, target = timing_texts.simulated(point, clones).trace, targets.get(point.target)
-    whole = time_trace(trace, target)
+    whole = schedule.time_trace(trace, target)
     found = {"": _figure(point, whole)}
     for law in laws:
         if law.patch or getattr(target, law.name) != law.silent:
             with law.off(target) as without:
-                found[law.name] = _figure(point, time_trace(trace, without))
+                found[law.name] = _figure(point, schedule.time_trace(trace, without))
     return found
 
 
