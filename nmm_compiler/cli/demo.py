@@ -60,6 +60,7 @@ def demo(
     )
     try:
         figures = _run(form, forms, target, beside)
+        beside.shutdown()  # else a process that still ends may complain when this one does
     finally:
         beside.shutdown(wait=False, cancel_futures=True)
     passed = bool(figures["passed"])  # no kernel, or one that is wrong, fails it
