@@ -162,9 +162,10 @@ class View:
         indices = list(self.indices)
         if self.plain:
             for axis in self.axes:
-                start = indices[axis.dimension or 0]
+                assert axis.dimension is not None  # of no plain view
+                start = indices[axis.dimension]
                 if not _is_slice(start):
-                    indices[axis.dimension or 0] = ast.Slice(start, plus(start, axis.size))
+                    indices[axis.dimension] = ast.Slice(start, plus(start, axis.size))
             return subscript(self.base, indices)
         indices = list(map(_start, indices))
         for place, axis in enumerate(self.axes):
