@@ -9,7 +9,6 @@ and what used its bytes last.
 
 from __future__ import annotations
 
-import bisect
 import functools
 import math
 from collections.abc import Iterable, Sequence
@@ -106,36 +105,54 @@ class Region:
     """Bytes of a storage that instructions touch.
 
     uses: the last write of exactly these bytes, by `WRITE`, and the last read since then of each
-    engine; later writes hide both. near: the regions of the storage that share a byte with it.
+    engine; later writes hide both. near: the regions that share a byte with it, of the first `seen`
+    that were used.
     """
 
-    __slots__ = ("access", "near", "storage", "uses")
+    __slots__ = ("access", "near", "seen", "storage", "used", "uses")
 
     def __init__(self, storage: Storage, access: Access) -> None:
         self.storage, self.access = storage, access
-        self.near = [self]
+        self.near: list[Region] = []
+        self.seen, self.used = 0, False
         self.uses: dict[int, Use] = {}
+
+    def look(self) -> None:
+        """Find the regions near it among those that were used since it looked last."""
+        used, access = self.storage.used, self.access
+        if self.seen < len(used):
+            start, stop = access.byte_start, access.byte_stop
+            for first, behind, other in used[self.seen :]:
+                if first < stop and start < behind and overlaps(other.access, access):
+                    self.near.append(other)
+            self.seen = len(used)
 
     def written(self, use: Use) -> None:
         """Remember a write, and forget what it covers."""
+        self.look()
         for other in self.near:
-            if other is not self and covers(self.access, other.access):
+            if covers(self.access, other.access):
                 other.uses.clear()
-        self.uses = {WRITE: use}
+        self._remember(WRITE, use)
 
     def read(self, use: Use) -> None:
         """Remember a read."""
         before = self.uses.get(use[1])
         if before is None or use[0] > before[0]:
-            self.uses[use[1]] = use
+            self._remember(use[1], use)
+
+    def _remember(self, key: int, use: Use) -> None:
+        if not self.used:
+            self.used = True
+            self.storage.used.append((self.access.byte_start, self.access.byte_stop, self))
+        self.uses[key] = use
 
 
 class Storage:
     """What the timing pass knows of one allocation.
 
     regions: those that instructions have touched; kernels touch the same ones again and again, so
-    which of them overlap is found once. order: the same by their first byte; longest: the most
-    bytes that one of them bounds.
+    which of them overlap is found once. used: those that have had a use, with their bytes.
     end: end of the last access so far, by `user`.
     floor: when its memory is free, negative before first use; `freed_by` frees it.
     place: all of its bytes in its memory, of a tensor that lies at an address or in one buffer.
@@ -146,8 +163,7 @@ class Storage:
     def __init__(self, last_write: int, last_use: int, size: int) -> None:
         self.last_write, self.last_use, self.size = last_write, last_use, size
         self.regions: dict[tuple[Any, ...], Region] = {}
-        self.order: list[tuple[int, int, Region]] = []
-        self.longest = 0
+        self.used: list[tuple[int, int, Region]] = []
         self.user: Booking | None = None
         self.freed_by: Booking | None = None
         self.end = 0.0
@@ -157,23 +173,11 @@ class Storage:
         self.put_off: list[tuple[Region, bool, Any]] = []
 
     def region(self, access: Access) -> Region:
-        """Return the region of an access; it and all that it overlaps know each other."""
+        """Return the region of an access; it knows all used ones that it overlaps."""
         key = access.partition_start, access.partition_stop, access.byte_start, access.pattern
         region = self.regions.get(key)
         if region is None:
-            region = Region(self, access)
-            start, stop = access.byte_start, access.byte_stop
-            entry = start, len(self.regions), region
-            if self.regions:
-                first = bisect.bisect_left(self.order, (start - self.longest,))
-                behind = bisect.bisect_left(self.order, (stop,))
-                for _, _, other in self.order[first:behind]:
-                    if overlaps(other.access, access):
-                        region.near.append(other)
-                        other.near.append(region)
-                bisect.insort(self.order, entry)
-                self.longest = max(self.longest, stop - start)
-            else:
-                self.order, self.longest = [entry], stop - start
-            self.regions[key] = region
+            region = self.regions[key] = Region(self, access)
+        if region.seen < len(self.used):
+            region.look()
         return region
