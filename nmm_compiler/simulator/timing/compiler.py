@@ -4,7 +4,7 @@ Kernels that leave such work to a compiler are others': ours load everything onc
 engines. benchmarks/laws.py shows what each law is worth.
 
 *Open work.* The documentation says only "the compiler selects the best engine". On trn1, profiles
-of NKIBench (zhang677/AccelOpt) show copies and multiply-add on ScalarE (`costs.work_of`).
+of NKIBench (zhang677/AccelOpt) show copies and multiply-add on ScalarE (`costs.Work`).
 
 *One buffer for a load.* On trn2 Beta 1's nl.matmul loads a right operand for one product into one
 buffer: NKIBench's two norms with a product take 4,114 and 8,466 us (Joejoedesu/voyager-compiler),

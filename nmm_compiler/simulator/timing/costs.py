@@ -16,6 +16,7 @@ writes the descriptors, for each descriptor.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 from nmm_compiler.simulator.isa.cycles import one_pass
 from nmm_compiler.simulator.isa.names import CYCLES
@@ -34,7 +35,8 @@ TENSOR, VECTOR, SCALAR, GPSIMD, SYNC, DMA = range(6)
 Cost = tuple[float, float]
 _LARGEST_DESCRIPTOR_BYTES = 65536
 
-_US = 1e6
+US = 1e6
+"""Microseconds in a second."""
 RULES = {op: cycles for op, cycles in sorted(CYCLES.items()) if cycles is not one_pass}
 """How long an instruction holds its engine, where that is not a pass over its elements."""
 
@@ -52,7 +54,7 @@ def tensor_dtype(instruction: Instruction) -> str:
 
 def _clock_us(target: Target, engine: str) -> float:
     """Return the microseconds of a cycle of an engine."""
-    return _US / float(getattr(target, f"{engine}_clock_hz"))
+    return US / float(getattr(target, f"{engine}_clock_hz"))
 
 
 def tensor_cost(target: Target, instruction: Instruction) -> Cost:
@@ -83,7 +85,7 @@ def tensor_cost(target: Target, instruction: Instruction) -> Cost:
     else:
         cycles = columns + target.tensor_interval_overhead_cycles
     interval = cycles * _clock_us(target, "tensor")
-    return interval, interval + target.tensor_latency_seconds * _US
+    return interval, interval + target.tensor_latency_seconds * US
 
 
 def other_cost(target: Target, instruction: Instruction, engine: str = "") -> Cost:
@@ -154,8 +156,8 @@ class DmaCost:
     stores: bool
 
 
-def _bytes(access: Access) -> int:
-    return access.elements_per_partition * access.partitions * access.item_bytes
+def _bytes(accesses: Iterable[Access]) -> int:
+    return sum(a.elements_per_partition * a.partitions * a.item_bytes for a in accesses)
 
 
 def dma_cost(target: Target, instruction: Instruction) -> DmaCost:
@@ -165,45 +167,37 @@ def dma_cost(target: Target, instruction: Instruction) -> DmaCost:
     transpose = attributes.get("transpose", False)
     reads = [a for a in instruction.reads if not _is_index(a, instruction)]
     writes = list(instruction.writes)
-    read_bytes = sum(_bytes(a) for a in reads)
-    write_bytes = sum(_bytes(a) for a in writes)
-    hbm_read = sum(_bytes(a) for a in reads if a.memory == "hbm")
-    hbm_write = sum(_bytes(a) for a in writes if a.memory == "hbm")
+    read_bytes, write_bytes = _bytes(reads), _bytes(writes)
+    hbm_read = _bytes(a for a in reads if a.memory == "hbm")
+    hbm_write = _bytes(a for a in writes if a.memory == "hbm")
     moved = max(read_bytes, write_bytes, 1)
-    # rows of one partition end a run on chip
-    runs_of = [contiguous_run(a.pattern, a.item_bytes) for a in (*reads, *writes)]
-    run = max(1, min(*runs_of, _LARGEST_DESCRIPTOR_BYTES))
-    descriptors = max(1, -(-moved // run))
     rate = target.dma_bytes_per_second_per_engine
     if hbm_read or hbm_write:
         passes = 2 if hbm_read and hbm_write else 1
         rate = min(rate, target.hbm_bytes_per_second / target.dma_engines / passes)
-    if transpose:
-        rate *= _transpose_fraction(target, reads, writes)
-        each = 0.0
-        run = min(moved, _LARGEST_DESCRIPTOR_BYTES)
-        descriptors = max(1, min(128, moved // 2))
-    else:
-        each = target.dma_descriptor_seconds
-    software = mode != "hwdge"
-    least = target.dma_descriptor_min_seconds
-    if software and not transpose and run < target.dma_short_row_bytes:
-        least = target.dma_short_row_seconds
-    per_run = max(least, each + run / rate)
-    runs = -(-moved // run)
     shares = _split(target, reads, writes, transpose)
     total = sum(weight for _, weight in shares)
-    timed = tuple(
-        (engine, max(1.0, runs * weight / total) * per_run * _US)
-        if not transpose
-        else (engine, moved * weight / total / rate * _US)
-        for engine, weight in shares
-    )
+    if transpose:
+        rate *= _transpose_fraction(target, reads, writes)
+        run, descriptors = min(moved, _LARGEST_DESCRIPTOR_BYTES), max(1, min(128, moved // 2))
+        timed = tuple((engine, moved * weight / total / rate * US) for engine, weight in shares)
+    else:
+        # rows of one partition end a run on chip
+        runs_of = [contiguous_run(a.pattern, a.item_bytes) for a in (*reads, *writes)]
+        run = max(1, min(*runs_of, _LARGEST_DESCRIPTOR_BYTES))
+        descriptors = -(-moved // run)
+        least = target.dma_descriptor_min_seconds
+        if mode != "hwdge" and run < target.dma_short_row_bytes:
+            least = target.dma_short_row_seconds
+        per_run = max(least, target.dma_descriptor_seconds + run / rate)
+        timed = tuple(
+            (engine, max(1.0, descriptors * weight / total) * per_run * US)
+            for engine, weight in shares
+        )
     same = len(timed) == target.dma_engines and len({us for _, us in timed}) == 1
     queue, issue = _issue(target, mode, issuer, descriptors)
     largest = max(weight for _, weight in shares) / total
     tail = target.dma_read_latency_fraction * hbm_read * largest
-    by_gpsimd = mode == "swdge"
     cost = DmaCost(
         read_bytes=read_bytes,
         write_bytes=write_bytes,
@@ -211,21 +205,21 @@ def dma_cost(target: Target, instruction: Instruction) -> DmaCost:
         hbm_write_bytes=hbm_write,
         descriptors=descriptors,
         run_bytes=run,
-        issue_us=issue * _US,
+        issue_us=issue * US,
         queue=queue,
         shares=timed,
         uniform_us=timed[0][1] if same else 0.0,
-        tail_us=tail / target.dma_bytes_per_second_per_engine * _US,
-        gpsimd_us=target.dma_software_gpsimd_seconds * _US if by_gpsimd else 0.0,
+        tail_us=tail / target.dma_bytes_per_second_per_engine * US,
+        gpsimd_us=target.dma_software_gpsimd_seconds * US if mode == "swdge" else 0.0,
         stores=all(a.memory == "hbm" for a in writes),
     )
     together = attributes.get("collective_us")
-    if together is not None:  # a queue of its own, for as long as is published
-        cost = dataclasses.replace(
-            cost, queue="collectives", issue_us=together, shares=((0, 0.0),),
-            uniform_us=0.0, tail_us=0.0, gpsimd_us=0.0,
-        )  # fmt: skip
-    return cost
+    if together is None:
+        return cost
+    return dataclasses.replace(  # a queue of its own, for as long as is published
+        cost, queue="collectives", issue_us=together, shares=((0, 0.0),),
+        uniform_us=0.0, tail_us=0.0, gpsimd_us=0.0,
+    )  # fmt: skip
 
 
 def _issue(target: Target, mode: str, issuer: str, descriptors: int) -> tuple[str, float]:
@@ -302,29 +296,23 @@ class Work:
     memories: of its operands.
     """
 
-    def __init__(self, engine: int, instruction: Instruction) -> None:
+    def __init__(self, target: Target, instruction: Instruction) -> None:
         self.first, self.count = instruction, 0
-        self.engine = engine
+        self.engine = ENGINES.index(instruction.engine)
+        prefers = target.unset_engine_prefers_scalar and self.engine == VECTOR
+        if prefers and scalar_can(instruction):
+            self.engine = SCALAR
         self.interval = self.latency = 0.0
         self.table = ""
         self.dma: DmaCost | None = None
         self.memories = {access.memory for access in instruction.operands}
-
-
-def work_of(target: Target, instruction: Instruction) -> Work:
-    """Return the work of an instruction."""
-    engine = ENGINES.index(instruction.engine)
-    if target.unset_engine_prefers_scalar and engine == VECTOR and scalar_can(instruction):
-        engine = SCALAR
-    work = Work(engine, instruction)
-    if engine == DMA:
-        work.dma = dma_cost(target, instruction)
-    elif engine == TENSOR:
-        work.interval, work.latency = tensor_cost(target, instruction)
-    else:
-        work.interval, work.latency = other_cost(target, instruction, ENGINES[work.engine])
-        name = instruction.attributes.get("function", "")
-        needs_table = work.engine == SCALAR and instruction.op.startswith("activat")
-        if needs_table and name not in _IN_EVERY_TABLE:
-            work.table = name
-    return work
+        if self.engine == DMA:
+            self.dma = dma_cost(target, instruction)
+        elif self.engine == TENSOR:
+            self.interval, self.latency = tensor_cost(target, instruction)
+        else:
+            self.interval, self.latency = other_cost(target, instruction, ENGINES[self.engine])
+            name = instruction.attributes.get("function", "")
+            needs_table = self.engine == SCALAR and instruction.op.startswith("activat")
+            if needs_table and name not in _IN_EVERY_TABLE:
+                self.table = name

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nmm_compiler.records import Record
+from nmm_compiler.simulator.timing.costs import US
 from nmm_compiler.simulator.timing.timeline import Timeline
 
 HELD_OUT = Path(__file__).with_name("held_out.json")
@@ -73,9 +74,6 @@ def kernel_class(busy_us: dict[str, float]) -> str:
     return "vector" if others > 2.0 * tensor else "mixed"
 
 
-_US = 1e6
-
-
 def unmodelled(
     timeline: Timeline,
 ) -> tuple[str, ...]:
@@ -123,7 +121,7 @@ def _tiny_instructions(timeline: Timeline) -> int:
     for engine in ("vector", "scalar", "gpsimd"):
         clock = getattr(target, f"{engine}_clock_hz")
         count = sum(kind.count for kind in timeline.kinds.values() if kind.first.engine == engine)
-        if 2.0 * count * target.engine_min_cycles / clock * _US > timeline.latency_us:
+        if 2.0 * count * target.engine_min_cycles / clock * US > timeline.latency_us:
             return count
     return 0
 

@@ -43,6 +43,15 @@ class Slots:
         }
         return twin
 
+    def hold(
+        self, index: int, kind: str, row: str | int, start: float, stop: float, waited: Waited
+    ) -> Booking:
+        """Return the booking of an interval that is booked; it waits for the one that ends at its
+        start, else for what is given."""
+        held = Booking(index, kind, row, start, stop, *self.ended.get(start, waited))
+        self.ended[stop] = kind, held, stop
+        return held
+
     def close(self, when: float) -> None:
         """Forbid bookings before `when`, in a gap or at the end."""
         self.starts, self.stops = [max(when, self.starts[-1])], [math.inf]

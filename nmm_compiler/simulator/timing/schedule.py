@@ -36,16 +36,15 @@ from nmm_compiler.simulator.timing.costs import (
     GPSIMD,
     SCALAR,
     TENSOR,
+    US,
     VECTOR,
     DmaCost,
     Work,
-    work_of,
 )
 from nmm_compiler.simulator.timing.regions import WRITE, Region, Storage, covers, overlaps
 from nmm_compiler.simulator.timing.resources import Pool, Slots
 from nmm_compiler.simulator.timing.timeline import (
     AT_ONCE,
-    US,
     Booking,
     Timeline,
     Waited,
@@ -83,10 +82,7 @@ def time_traces(
         for arrivals in itertools.zip_longest(*(walk.run() for walk in walks), fillvalue=0.0):
             for walk in walks:
                 walk.floor = max(walk.floor, *arrivals)
-        timelines = [walk.line for walk in walks]
-        for walk in walks:
-            walk.forget()
-        return timelines
+        return [walk.finish() for walk in walks]
 
 
 @contextlib.contextmanager
@@ -127,7 +123,6 @@ class Transfer:
     ready: float
     waited: Waited
     touched: Touched
-    booked: bool = False
 
 
 class Scheduler:
@@ -135,12 +130,10 @@ class Scheduler:
 
     def __init__(self, trace: Trace, target: Target, reorder: bool) -> None:
         self.trace, self.target, self.line = trace, target, Timeline(trace, target)
-        count = len(trace.instructions)
         # instructions that keep program order: all, or those of nl.no_reorder
-        self.in_order = bytearray(count) if reorder else bytearray(b"\1" * count)
-        for first, stop in trace.ordered:
-            self.in_order[first:stop] = b"\1" * (stop - first)
-        self.edges, self.last_edge = set(trace.loop_edges), 0
+        ordered = trace.ordered if reorder else [(0, len(trace.instructions))]
+        self.in_order = {index for span in ordered for index in range(*span)}
+        self.last_edge = 0
         self.floor, self.floor_waited = 0.0, AT_ONCE
         self.engines = [Slots() for _ in ENGINES]
         self.tensor = TensorClock(target, self.engines[TENSOR])
@@ -155,10 +148,8 @@ class Scheduler:
         ]
         self.queues: dict[str, Slots] = collections.defaultdict(Slots)
         self.dma_engines = DmaEngines(target)
-        self.dma_start_us = target.dma_start_latency_seconds * US
         self.waiting: list[tuple[float, int, Transfer]] = []  # by when it is ready, then index
         self.wake_us = wake_us(target)
-        self.free_us = target.engine_semaphore_seconds * US  # what reused memory costs
         # engines whose program order alone gives write-after-read and write-after-write
         self.keeps_order = [code == TENSOR or not reorder for code in range(DMA)] + [False]
         self.sbuf = Pool(target.sbuf_usable_bytes_per_partition, self._settle)
@@ -166,7 +157,8 @@ class Scheduler:
         # no store frees PSUM sooner than the copies out of it
         self.psum = Pool(banks, lambda before: before == math.inf and self._settle(before))
         self.storages: dict[int, Storage] = {}
-        self.placed: list[tuple[Storage, Access]] = []
+        # storages at an address or in one buffer, by the memory or the buffer
+        self.placed: dict[str, list[tuple[Storage, Access]]] = collections.defaultdict(list)
         self._survey()
 
     def _survey(self) -> None:
@@ -179,9 +171,7 @@ class Scheduler:
                 continue
             storage = Storage(found.last_write, found.last_index, found.bytes_per_partition)
             self.storages[identity] = storage
-            if not on_chip:
-                continue
-            if found.address is not None or identity in one_buffer:
+            if on_chip and (found.address is not None or identity in one_buffer):
                 named = f"the buffer of line {found.line}" if found.address is None else ""
                 row, byte = found.address or (0, 0)
                 storage.place = Access(
@@ -191,15 +181,14 @@ class Scheduler:
             elif found.memory == "psum":
                 storage.pool = self.psum
                 storage.size = -(-storage.size // bank) * bank
-            else:
+            elif on_chip:
                 storage.pool = self.sbuf
 
     def run(self) -> Iterator[float]:
         """Walk the trace; yield when this program arrives at a barrier, with `floor` to be set."""
-        line, edges, in_order, target = self.line, self.edges, self.in_order, self.target
-        kinds, operands, product = line.kinds, self._operands, self.tensor.book
+        target, kinds, edges = self.target, self.line.kinds, set(self.trace.loop_edges)
         for index, instruction in enumerate(self.trace.instructions):
-            if edges and index in edges:
+            if index in edges:
                 self._meet(index, "loop")
             if instruction.op == "core_barrier":
                 self._meet(index, "barrier")
@@ -207,10 +196,10 @@ class Scheduler:
             kind = instruction.kind or -index  # of its own kind, where nobody has compared it
             work = kinds.get(kind)
             if work is None:
-                work = kinds[kind] = work_of(target, instruction)
+                work = kinds[kind] = Work(target, instruction)
             work.count += 1
-            engine = work.engine
-            ready, waited, touched = operands(engine, instruction.reads, instruction.writes)
+            engine, writes = work.engine, instruction.writes
+            ready, waited, touched = self._operands(engine, instruction.reads, writes)
             if instruction.after:
                 ready, waited = self._after(instruction, engine, ready, waited)
             if self.floor > ready:
@@ -218,28 +207,27 @@ class Scheduler:
             if work.dma is not None:
                 self._transfer(Transfer(index, work.dma, ready, waited, touched))
             elif engine == TENSOR:
-                into = instruction.writes[0]
-                place = (into.storage, into.byte_start, into.partition_start)
-                begin, free, end = product(work, place, ready, in_order[index])
-                held = self._hold(index, engine, begin, free, end, waited, touched)
-                self.engines[TENSOR].ended[self.tensor.sums[place]] = "engine", held, free
+                into = writes[0].storage, writes[0].byte_start, writes[0].partition_start
+                start, free, end = self.tensor.book(work, into, ready, index in self.in_order)
+                slots = self.engines[TENSOR]
+                held = slots.hold(index, "engine", "tensor", start, free, waited)
+                slots.ended[self.tensor.sums[into]] = "engine", held, free
+                self._done((held,), held, engine, touched, free, end)
             else:
                 self._compute(index, work, ready, waited, touched)
         while self._settle():
             pass
+
+    def finish(self) -> Timeline:
+        """Return the timeline, and let go of all that knows each other: nobody has to find it."""
+        line = self.line
         line.sbuf_overflow_bytes = self.sbuf.overflow
         line.tensor_throttled_us = self.tensor.throttled_us
-
-    def forget(self) -> None:
-        """Let go of all that knows each other: so nobody has to find those cycles."""
         for storage in self.storages.values():
             for region in storage.regions.values():
                 del region.near, region.storage
         vars(self).clear()
-
-    def _ended(self, index: int) -> Waited:
-        """Return the wait for the end of an instruction."""
-        return "result", self.line.last(index), self.line.end[index]
+        return line
 
     def _meet(self, index: int, why: str) -> None:
         """Make all engines wait at a barrier, or at the edge of a turn of a loop on the device.
@@ -250,10 +238,11 @@ class Scheduler:
         """
         while self._settle():
             pass
-        last = max(range(self.last_edge, index), key=self.line.end.__getitem__, default=-1)
+        end = self.line.end
+        last = max(range(self.last_edge, index), key=end.__getitem__, default=-1)
         if last >= 0:
-            _, cause, when = self._ended(last)
-            self.floor, self.floor_waited = max(self.floor, when), (why, cause, when)
+            self.floor_waited = why, self.line.last(last), end[last]
+            self.floor = max(self.floor, end[last])
         self.last_edge = index
 
     def _after(
@@ -267,44 +256,22 @@ class Scheduler:
             if line.bookings[at]:  # in program order it may be later
                 when = line.end[at] + self.wake_us[engine][line.work(at).engine]
                 if when > ready:
-                    ready, waited = when, self._ended(at)
+                    ready, waited = when, ("result", line.last(at), line.end[at])
         return ready, waited
-
-    def _hold(
-        self,
-        index: int,
-        engine: int,
-        begin: float,
-        free: float,
-        end: float,
-        waited: Waited,
-        touched: Touched,
-    ) -> Booking:
-        """Book an engine from `begin` until it is free; the result is there at the end."""
-        slots, line = self.engines[engine], self.line
-        waited = slots.ended.get(begin, waited)
-        held = Booking(index, "engine", ENGINES[engine], begin, free, *waited)
-        slots.ended[free] = "engine", held, free
-        line.bookings[index] = (held,)
-        line.end[index] = end
-        self._done(held, engine, touched, free, end)
-        return held
 
     def _compute(
         self, index: int, work: Work, ready: float, waited: Waited, touched: Touched
     ) -> None:
         """Book VectorE, ScalarE, GpSimd or the sync engine."""
-        target, engine, interval = self.target, work.engine, work.interval
+        engine, interval = work.engine, work.interval
         slots, begin = self.engines[engine], ready
         loads: tuple[Booking, ...] = ()
         if work.table and work.table != self.table:
             # placed by the compiler as early as ScalarE is free, before the operands come
-            load_us = target.activation_table_load_seconds * US
+            load_us = self.target.activation_table_load_seconds * US
             start = slots.place(max(slots.starts[-1], self.floor), load_us)
-            stop, before = start + load_us, slots.ended.get(start, AT_ONCE)
-            load = Booking(index, "table", "scalar", start, stop, *before)
-            slots.ended[stop] = "table", load, stop
-            slots.close(stop)
+            load = slots.hold(index, "table", "scalar", start, start + load_us, AT_ONCE)
+            slots.close(load.stop)
             self.table, loads = work.table, (load,)
         shared = [users for memory, engines, users in self.ports
                   if memory in work.memories and engine in engines]  # fmt: skip
@@ -312,23 +279,19 @@ class Scheduler:
             for other, user in users.items():
                 if other != engine and user.stop > begin:
                     begin, waited = user.stop, ("port", user, user.stop)
-        in_order = self.in_order[index]
-        begin = slots.append(begin, interval) if in_order else slots.squeeze(begin, interval)
-        end = begin + work.latency
-        held = self._hold(index, engine, begin, begin + interval, end, waited, touched)
-        if loads:
-            self.line.bookings[index] = (held, *loads)
+        book = slots.append if index in self.in_order else slots.squeeze
+        begin = book(begin, interval)
+        held = slots.hold(index, "engine", ENGINES[engine], begin, begin + interval, waited)
+        self._done((held, *loads), held, engine, touched, held.stop, begin + work.latency)
         for users in shared:
-            if engine not in users or held.stop > users[engine].stop:
-                users[engine] = held
+            users[engine] = max(users.get(engine, held), held, key=lambda user: user.stop)
 
     def _transfer(self, dma: Transfer) -> None:
         """Book a DMA, or put it off if it is a store that would keep its queue waiting."""
-        queue, waiting, put_off = self.queues[dma.cost.queue], self.waiting, False
-        if self.in_order[dma.index]:
-            if queue.starts[-1] > dma.ready:
-                dma.ready = queue.starts[-1]
-        elif dma.ready > queue.starts[-1]:
+        free, waiting, put_off = self.queues[dma.cost.queue].starts[-1], self.waiting, False
+        if dma.index in self.in_order:
+            dma.ready = max(dma.ready, free)
+        elif dma.ready > free:
             put_off = dma.cost.stores
         until = 0.0 if put_off else dma.ready
         while waiting:
@@ -353,38 +316,33 @@ class Scheduler:
 
     def _book(self, store: Transfer) -> None:
         """Book a store that was put off."""
-        waiting = self.waiting
-        del waiting[bisect.bisect_left(waiting, (store.ready, store.index))]
-        store.booked = True
+        del self.waiting[bisect.bisect_left(self.waiting, (store.ready, store.index))]
         self._issue(store)
 
     def _book_users(
         self, storage: Storage, access: Access | None = None, *, writers_only: bool = False
     ) -> None:
         """Book the stores that overlap an access (None for any), or only those that write there."""
+        booked = self.line.bookings
         for other, writes, store in list(storage.put_off):
-            wanted = writes or not writers_only
-            if wanted and not store.booked and (access is None or overlaps(other.access, access)):
+            wanted = (writes or not writers_only) and not booked[store.index]
+            if wanted and (access is None or overlaps(other.access, access)):
                 self._book(store)
-        storage.put_off = [entry for entry in storage.put_off if not entry[2].booked]
+        storage.put_off = [entry for entry in storage.put_off if not booked[entry[2].index]]
 
     def _issue(self, dma: Transfer) -> None:
         """Book the issuing queue, then the DMA engines."""
-        index, cost, begin, line = dma.index, dma.cost, dma.ready, self.line
+        index, cost, begin = dma.index, dma.cost, dma.ready
         if cost.gpsimd_us:
             begin = self.engines[GPSIMD].place(begin, cost.gpsimd_us)
         queue, issue_us = self.queues[cost.queue], cost.issue_us
         start = queue.place(begin, issue_us)
-        waited = queue.ended.get(start, dma.waited)
-        issue = Booking(index, "queue", cost.queue, start, start + issue_us, *waited)
-        queue.ended[issue.stop] = "queue", issue, issue.stop
-        start_us = self.dma_start_us
+        issue = queue.hold(index, "queue", cost.queue, start, start + issue_us, dma.waited)
+        start_us = self.target.dma_start_latency_seconds * US
         ready = start + (issue_us if issue_us > start_us else start_us)
         parts, last, end = self.dma_engines.place(issue, cost, ready)
         end += cost.tail_us
-        line.bookings[index] = (issue, *parts)
-        line.end[index] = end
-        self._done(last, DMA, dma.touched, end, end)
+        self._done((issue, *parts), last, DMA, dma.touched, end, end)
 
     def _operands(
         self, engine: int, reads: tuple[Access, ...], writes: tuple[Access, ...]
@@ -420,9 +378,8 @@ class Scheduler:
                 self._book_users(storage, access)
             region = storage.region(access)
             written.append(region)
-            when = storage.floor
-            if when > 0.0:
-                when += self.free_us
+            if storage.floor > 0.0:
+                when = storage.floor + self.target.engine_semaphore_seconds * US
                 if when > ready:
                     ready, waited = when, ("memory", storage.freed_by, storage.floor)
             for near in region.near:
@@ -433,57 +390,48 @@ class Scheduler:
         return ready, waited, (read, written)
 
     def _enter(self, storage: Storage) -> None:
-        """Find when the memory of a storage is free."""
-        storage.floor = 0.0
-        if storage.place is not None:
-            storage.floor = self._vacated(storage, storage.place)
-        elif storage.pool is not None:
+        """Find when the memory of a storage is free: of one at an address, when the earlier tensors
+        there have been used last."""
+        storage.floor, place = 0.0, storage.place
+        if storage.pool is not None:
             storage.floor = storage.pool.take(storage.size)
             storage.freed_by = storage.pool.freed_by
-
-    def _vacated(self, storage: Storage, place: Access) -> float:
-        """Return when the earlier tensors at the same manual address have been used last."""
-        when, kept = 0.0, []
-        for other, there in self.placed:
-            if place.memory != there.memory or not overlaps(place, there):
-                kept.append((other, there))
-                continue
-            self._book_users(other)
-            if other.end > when:
-                when, storage.freed_by = other.end, other.user
-            if not covers(place, there):
-                kept.append((other, there))
-        self.placed = [*kept, (storage, place)]
-        return when
+        if place is None:
+            return
+        there = self.placed[place.memory]
+        for other, region in there:
+            if overlaps(place, region):
+                self._book_users(other)
+                if other.end > storage.floor:
+                    storage.floor, storage.freed_by = other.end, other.user
+        there[:] = [*(each for each in there if not covers(place, each[1])), (storage, place)]
 
     def _done(
-        self, held: Booking, engine: int, touched: Touched, read_end: float, end: float
+        self,
+        bookings: tuple[Booking, ...],
+        held: Booking,
+        engine: int,
+        touched: Touched,
+        read_end: float,
+        end: float,
     ) -> None:
-        """Remember the accesses of an instruction: sources read by `read_end`, results at `end`."""
+        """Remember the bookings of an instruction and its accesses: sources read by `read_end`,
+        results at `end`, both by `held`. A tensor gives its memory back after its last use."""
         index = held.index
-        for region in touched[1]:
-            storage = region.storage
-            if end > storage.end:
-                storage.end, storage.user = end, held
-            if index < storage.last_use:
-                region.written((end, engine, held))
-            elif storage.pool is not None:
-                self._release(storage, storage.pool)
-        for region in touched[0]:
-            storage = region.storage
-            if read_end > storage.end:
-                storage.end, storage.user = read_end, held
-            if index < storage.last_write:
-                region.read((read_end, engine, held))
-            elif index == storage.last_use and storage.pool is not None:
-                self._release(storage, storage.pool)
-
-    def _release(self, storage: Storage, pool: Pool) -> None:
-        """Give the memory of a tensor back after its last use in program order."""
-        if storage.put_off:
-            self._book_users(storage)
-        pool.release(storage.size, storage.end, storage.user)
-        storage.pool = None
+        self.line.bookings[index], self.line.end[index] = bookings, end
+        for writes, until in ((True, end), (False, read_end)):
+            for region in touched[writes]:
+                storage = region.storage
+                if until > storage.end:
+                    storage.end, storage.user = until, held
+                if index < (storage.last_use if writes else storage.last_write):
+                    note = region.written if writes else region.read
+                    note((until, engine, held))
+                elif index == storage.last_use and storage.pool is not None:
+                    if storage.put_off:
+                        self._book_users(storage)
+                    storage.pool.release(storage.size, storage.end, storage.user)
+                    storage.pool = None
 
 
 class TensorClock:
@@ -501,25 +449,19 @@ class TensorClock:
         self.ramp_us = target.tensor_ramp_seconds * US
         self.start_fraction = target.tensor_ramp_start_fraction
         self.window = self.ramp_us / (2.0 * math.log(2.0))
-        self.ramp_done = 0.0
-        self.utilization = 0.0
-        self.utilization_at = 0.0
-        self.throttled_us = 0.0
+        self.ramp_done = self.utilization = self.utilization_at = self.throttled_us = 0.0
 
     def book(
-        self, work: Work, into: tuple[int, int, int], ready: float, in_order: int
+        self, work: Work, into: tuple[int, int, int], ready: float, in_order: bool
     ) -> tuple[float, float, float]:
         """Book a product into a sum; return its start, when TensorE is free, and its end.
 
         A product that adds to a sum starts no sooner than the first column of the product before
         it has come through.
         """
-        interval = work.interval
-        slots = self.slots
-        tail = slots.starts[-1]
-        begin = max(ready, self.sums.get(into, 0.0))
-        fill = work.latency - interval
-        ramp_us = self.ramp_us
+        slots, interval, ramp_us = self.slots, work.interval, self.ramp_us
+        adds, tail = self.sums.get(into, 0.0), slots.starts[-1]
+        begin = ready if ready > adds else adds
         if ramp_us:
             gap = (begin if begin > tail else tail) - self.utilization_at
             used = self.utilization
@@ -528,9 +470,8 @@ class TensorClock:
                 if used < 0.5:
                     self.ramp_done = 0.0
             if self.ramp_done < ramp_us:
-                slow = interval / self.start_fraction
-                self.throttled_us += slow - interval
-                interval = slow
+                interval /= self.start_fraction
+                self.throttled_us += interval - work.interval
                 self.ramp_done += interval
         begin = slots.append(begin, interval) if in_order else slots.squeeze(begin, interval)
         tail = slots.starts[-1]
@@ -539,11 +480,11 @@ class TensorClock:
             self.utilization_at = tail
         free = begin + interval
         self.sums[into] = free if interval > self.fill_us else begin + self.fill_us
-        return begin, free, free + fill
+        return begin, free, free + (work.latency - work.interval)
 
 
 class DmaEngines:
-    """The DMA engines of a core; kept as one while all are booked alike.
+    """The DMA engines of a core; one of them stands for all while all are booked alike.
 
     A transfer is started on one engine after another: each begins `step_us` after the one before.
     """
@@ -551,8 +492,7 @@ class DmaEngines:
     def __init__(self, target: Target) -> None:
         self.count = target.dma_engines
         self.step_us = stagger_us(target)
-        self.alike: Slots | None = Slots()
-        self.engines: list[Slots] = []
+        self.alike, self.engines = Slots(), list[Slots]()
 
     def place(
         self, issue: Booking, cost: DmaCost, ready: float
@@ -561,12 +501,11 @@ class DmaEngines:
 
         While all engines are booked alike there is one part, with row -1.
         """
-        if self.alike is not None:
+        if not self.engines:
             if cost.uniform_us:
                 part = _part(self.alike, issue, -1, ready, cost.uniform_us)
                 return [part], part, part.stop + (self.count - 1) * self.step_us
             self.engines = [self.alike.later(e * self.step_us) for e in range(self.count)]
-            self.alike = None
         parts = [
             _part(self.engines[engine], issue, engine, ready + rank * self.step_us, duration)
             for rank, (engine, duration) in enumerate(cost.shares)
@@ -578,10 +517,8 @@ class DmaEngines:
 def _part(slots: Slots, issue: Booking, engine: int, ready: float, duration: float) -> Booking:
     """Book a DMA engine; it waits for another transfer, or for the queue that issues its own."""
     start = slots.place(ready, duration)
-    waited = slots.ended[start] if start > ready else (issue.why, issue, issue.stop)
-    part = Booking(issue.index, "dma engines", engine, start, start + duration, *waited)
-    slots.ended[part.stop] = "dma engines", part, part.stop
-    return part
+    waited = issue.why, issue, issue.stop
+    return slots.hold(issue.index, "dma engines", engine, start, start + duration, waited)
 
 
 _OUT_OF_A_LOOP = (
@@ -611,18 +548,14 @@ def check_dependencies(trace: Trace) -> None:
 
 def _waits_for(instructions: list[Instruction], first: Instruction, wanted: Instruction) -> bool:
     """Return whether `first` is `wanted`, or waits for it over `depends_on` and data."""
-    todo, seen = [first], {first.index}
+    todo: set[int] = {first.index}
+    seen: set[int] = set()
     while todo:
-        instruction = todo.pop()
-        if instruction is wanted:
-            return True
-        between = instructions[wanted.index : instruction.index]
-        awaited = [one for one in between if _shares_data(one, instruction)]
-        for producer in (*instruction.after, *awaited):
-            if producer.index not in seen:
-                seen.add(producer.index)
-                todo.append(producer)
-    return False
+        at = todo.pop()
+        seen.add(at)
+        between = (i for i in instructions[wanted.index : at] if _shares_data(i, instructions[at]))
+        todo |= {producer.index for producer in (*instructions[at].after, *between)} - seen
+    return wanted.index in seen
 
 
 def _shares_data(before: Instruction, after: Instruction) -> bool:

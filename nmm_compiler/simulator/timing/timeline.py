@@ -8,11 +8,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from nmm_compiler.simulator.timing.costs import ENGINES, Work
+from nmm_compiler.simulator.timing.costs import ENGINES, US, Work
 from nmm_compiler.simulator.trace import Trace
 from nmm_compiler.targets import Target
 
-US = 1e6
 Spans = list[tuple[float, float]]
 """(start, end) of each."""
 
