@@ -18,20 +18,18 @@ from nmm_compiler.records import Record
 from nmm_compiler.report.parts import Grid, Line, Part, Section
 from nmm_compiler.report.shown import Shown
 from nmm_compiler.report.text import counted
-from nmm_compiler.simulator.tensors.geometry import Pattern
 from nmm_compiler.simulator.timing import causes
 from nmm_compiler.simulator.timing.advice import Advice, advice_table, advise
 from nmm_compiler.simulator.timing.causes import Step, critical_path
 from nmm_compiler.simulator.timing.chrome_trace import write_chrome_traces
-from nmm_compiler.simulator.timing.costs import tensor_dtype
+from nmm_compiler.simulator.timing.costs import US, tensor_dtype
 from nmm_compiler.simulator.timing.evidence import ErrorBand, band_of, unmodelled
 from nmm_compiler.simulator.timing.regions import distinct_bytes
-from nmm_compiler.simulator.timing.schedule import collector_held_off, time_traces
+from nmm_compiler.simulator.timing.schedule import time_traces
 from nmm_compiler.simulator.timing.timeline import Timeline
 from nmm_compiler.simulator.trace import Access, Allocation, Instruction, Trace
 from nmm_compiler.targets import Target
 
-_US = 1e6
 _ON_CHIP = frozenset({"tensor", "vector", "scalar"})  # engines that do not reach HBM
 
 
@@ -231,8 +229,7 @@ def profile_traces(
 
     Bytes of HBM are those of all programs.
     """
-    with collector_held_off():
-        made = [profile_timeline(t) for t in time_traces(traces, target, reorder=reorder)]
+    made = [profile_timeline(t) for t in time_traces(traces, target, reorder=reorder)]
     for name in ("hbm_read_bytes", "hbm_write_bytes", "minimal_hbm_bytes"):
         total = sum(getattr(profile, name) for profile in made)
         for profile in made:
@@ -261,23 +258,23 @@ def profile_timeline(timeline: Timeline) -> Profile:
             transpose_flops += of_products
         elif of_products:
             flops += of_products
-            ideal_us += of_products / _peak(target, first) * _US
+            ideal_us += of_products / _peak(target, first) * US
     minimal = minimal_hbm_bytes(trace)
-    memory_us = minimal / target.memory_bytes_per_second * _US
+    memory_us = minimal / target.memory_bytes_per_second * US
     latency = timeline.latency_us
     peak = target.peak_flops_per_second()
     profile = Profile(
         target=target.name,
         latency_us=latency,
-        start_stop_us=target.kernel_start_stop_seconds * _US,
+        start_stop_us=target.kernel_start_stop_seconds * US,
         engine_busy_us={k: v for k, v in timeline.busy_us.items() if k != "sync"},
         hbm_read_bytes=read,
         hbm_write_bytes=written,
         flops=flops,
         transpose_flops=transpose_flops,
-        mfu=_share(flops * _US, latency * peak),
-        hfu=_share((flops + transpose_flops) * _US, latency * peak),
-        mbu=_share((read + written) * _US, latency * target.hbm_bytes_per_second),
+        mfu=_share(flops * US, latency * peak),
+        hfu=_share((flops + transpose_flops) * US, latency * peak),
+        mbu=_share((read + written) * US, latency * target.hbm_bytes_per_second),
         compute_us=ideal_us,
         memory_us=memory_us,
         roofline_us=max(ideal_us, memory_us),
@@ -309,31 +306,26 @@ def minimal_hbm_bytes(trace: Trace) -> int:
     the addresses that an index chooses: each such access counts what it moves, and together they
     count at most the whole tensor.
     """
-    regions: dict[int, dict[tuple[int, Pattern], Access]] = collections.defaultdict(dict)
-    chosen: dict[int, int] = collections.Counter()
-    first: dict[int, bool] = {}
-    scratch: set[int] = set()
-    allocations = trace.allocations
+    touched: dict[int, list[tuple[Access, bool]]] = collections.defaultdict(list)
     for instruction in trace.instructions:
-        if instruction.engine in _ON_CHIP:
-            continue
-        for access in instruction.operands:
-            storage = access.storage
-            if access.memory != "hbm":
-                continue
-            reads = access in instruction.reads
-            if first.setdefault(storage, reads) < reads:
-                scratch.add(storage)
-            if _is_chosen(access, allocations[storage]):
-                chosen[storage] += access.elements_per_partition * access.item_bytes
-            else:
-                regions[storage][access.byte_start, access.pattern] = access
+        if instruction.engine not in _ON_CHIP:
+            for access in instruction.operands:
+                if access.memory == "hbm":
+                    touched[access.storage].append((access, access in instruction.reads))
     total = 0
-    for storage in {*regions, *chosen} - scratch:
-        touched = chosen[storage]
-        if storage in regions:
-            touched += distinct_bytes(list(regions[storage].values()))
-        total += min(touched, allocations[storage].bytes_per_partition)
+    for storage, accesses in touched.items():
+        tensor, reads = trace.allocations[storage], [read for _, read in accesses]
+        if reads[0] < max(reads):
+            continue
+        moved, regions = 0, {}
+        for access, _ in accesses:
+            if _is_chosen(access, tensor):
+                moved += access.elements_per_partition * access.item_bytes
+            else:
+                regions[access.byte_start, access.pattern] = access
+        if regions:
+            moved += distinct_bytes(regions.values())
+        total += min(moved, tensor.bytes_per_partition)
     return total
 
 
