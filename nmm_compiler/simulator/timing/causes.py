@@ -226,18 +226,16 @@ def listings(found: Timeline) -> Iterator[Listing]:
         texts = linecache.getlines(file) or [""] * max(lines, default=0)
         rows, bars = [], []
         for number, text in enumerate(texts, 1):
-            share = lines.get(number)
-            figures = _figures(share) if share else ("",) * 3
+            share, figures, part = lines.get(number), ("", "", ""), 0.0
+            if share is not None:
+                moved = f"{share.hbm_bytes / 1e3:,.1f}" if share.hbm_bytes else ""
+                figures = f"{share.path_us:.2f}", f"{share.engine_us:.2f}", moved
+                part = share.path_us / (found.latency_us or 1.0)
             rows.append((number, *figures, text.rstrip("\n")))
-            bars.append(share.path_us / found.latency_us if share and found.latency_us else 0.0)
+            bars.append(part)
         head = ("line", "critical us", "engine us", "HBM KB", "source")
         table = Grid.of(head, rows, right=head[:-1])
         yield Listing(f"{file}: the time of each line", table, tuple(bars))
-
-
-def _figures(share: Share) -> tuple[str, ...]:
-    moved = f"{share.hbm_bytes / 1e3:,.1f}" if share.hbm_bytes else ""
-    return f"{share.path_us:.2f}", f"{share.engine_us:.2f}", moved
 
 
 def statement(file: str, line: int) -> str:
