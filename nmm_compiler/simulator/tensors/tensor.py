@@ -192,20 +192,19 @@ class NkiTensor(NKIObject):
                 key = key[:at] + (slice(None),) * (rank - len(key) + 1) + key[at + 1 :]
                 break
         self.need(len(key) <= rank, f"{len(key)} indices; use at most {rank}")
-        offset, moved = self.offset, self.moved
+        offset, moved = self.offset, [*self.moved]
         dims: list[tuple[int, int]] = []
         for d, (k, size, stride) in enumerate(zip(key, self.shape, self.strides, strict=False)):
             if k.__class__ is slice or k.__class__ is DynamicSlice:
-                start, stop, step, moved = self._span(d, k, moved)
+                start, stop, step = self._span(d, k, moved)
                 if start < 0 or stop > size or start >= stop or step < 1:
                     shown = k if k.__class__ is slice else slice(start, stop)
                     return self._bad_slice(d, shown, start == stop and 0 <= start <= size)
                 if step > 1 and d == 0 and on_chip:
-                    one = "partitions cannot be strided; use step 1"
-                    self.need(stop - start <= step, one)
+                    self.need(stop - start <= step, "partitions cannot be strided; use step 1")
                 dims.append((-(-(stop - start) // step), stride * step))
             else:
-                start, moved = self._start(d, k, moved)
+                start = self._start(d, k, moved)
                 start += size if start < 0 else 0
                 self.need(
                     0 <= start < size,
@@ -220,39 +219,34 @@ class NkiTensor(NKIObject):
         if self._rows_chosen():
             again = "the dimension that an index tensor chooses cannot be indexed again"
             self.need(dims[0][0] == self.shape[0], again, UnsupportedInstructionError)
-        return self.over(tuple(dims), offset, moved=moved)
+        return self.over(tuple(dims), offset, moved=tuple(moved))
 
-    def _span(
-        self, dim: int, key: slice | DynamicSlice, moved: Moved
-    ) -> tuple[int, int, int, Moved]:
-        """Return (start, stop, step) of a slice, and the registers that move the view."""
-        start = 0 if key.start is None else key.start
+    def _span(self, dim: int, key: Any, moved: list[Any]) -> tuple[int, int, int]:
+        """Return (start, stop, step) of a slice; add the registers that move the view."""
+        size, start = self.shape[dim], 0 if key.start is None else key.start
         if start.__class__ is not int:
-            start, moved = self._start(dim, start, moved)
-        if isinstance(key, DynamicSlice):
-            return start, start + self._number(key.size), 1, moved
-        size, stop = self.shape[dim], key.stop
-        stop = size if stop is None else stop
-        if stop.__class__ is not int:
-            stop = stop.read() if stop.__class__ is VirtualRegister else self._number(stop)
+            start = self._start(dim, start, moved)
+        if key.__class__ is DynamicSlice:
+            return start, start + self._number(key.size), 1
+        stop = size if key.stop is None else key.stop
+        stop = stop.read() if stop.__class__ is VirtualRegister else self._number(stop)
         step = 1 if key.step is None else self._number(key.step)
-        return start + size * (start < 0), stop + size * (stop < 0), step, moved
+        return start + size * (start < 0), stop + size * (stop < 0), step
 
-    def _start(self, dim: int, value: Any, moved: Moved) -> tuple[int, Moved]:
-        """Return where a slice or an index starts, and the registers that move the view."""
-        if value.__class__ is int or not isinstance(value, VirtualRegister):
-            return self._number(value), moved
+    def _start(self, dim: int, value: Any, moved: list[Any]) -> int:
+        """Return where a slice or an index starts; add the register that moves the view."""
+        if value.__class__ is not VirtualRegister:
+            return self._number(value)
         self._dimension(dim, "dynamic selection")
-        number = value.read()
-        return number, (*moved, (value.symbol, self.strides[dim], number))
+        moved.append((value.symbol, self.strides[dim], value.read()))
+        return value.value
 
     def _number(self, value: Any) -> int:
         if value.__class__ is int:
             return value
-        number = whole(value)
+        number: Any = whole(value)
         use = "use an int, a slice, ..., nl.ds(start, size) or a register"
         self.need(number is not None, f"index {value!r} ({type(value).__name__}); {use}")
-        assert number is not None
         return number
 
     def _bad_slice(self, d: int, k: slice, empty: bool) -> UnusableView:
@@ -312,41 +306,35 @@ class NkiTensor(NKIObject):
     ) -> NkiTensor:
         """Address the storage directly: [[step, count], ...] in elements from `offset`."""
         kind = self.dtype if dtype is None else kind_of(dtype)
-        storage, on_chip = self.storage, self.memory != "hbm"
-        steps = tuple(self._number(p[0]) for p in pattern)
-        counts = tuple(self._number(p[1]) for p in pattern)
-        self.need(min(counts, default=1) > 0, f"ap pattern {pattern} has a count below 1")
+        item, old = kind.item_bytes, self.itemsize
+        dims = [(self._number(count), self._number(step)) for step, count in pattern]
+        self.need(min(dims, default=(1,))[0] > 0, f"ap pattern {pattern} has a count below 1")
         self.need(
             scalar_offset is None or vector_offset is None,
             "ap takes scalar_offset or vector_offset, not both",
         )
-        base = self.offset * self.dtype.item_bytes // kind.item_bytes
-        start = base + (0 if offset is None else self._number(offset))
-        row = storage.bytes_per_partition // kind.item_bytes
-        if on_chip:
+        if self.memory != "hbm":
+            (count, step), row = dims[0], self.storage.bytes_per_partition // item
             self.need(
-                counts[0] == 1 or steps[0] == row,
+                count == 1 or step == row,
                 f"the partition step of ap must be the free size of the tensor, {row}",
             )
-            steps, more = (row, *steps[1:]), (1,) * (len(counts) == 1)
-            counts, steps = (*counts, *more), (*steps, *more)
-        indirection = None
+            dims[0] = count, row
+            dims += [(1, 1)] * (len(dims) == 1)
+        index = None
         if vector_offset is not None:
             self.need(
                 self._dimension(indirect_dim) == 0,
                 f"indirect_dim={indirect_dim}; a vector_offset chooses along dimension 0 only",
                 UnsupportedInstructionError,
             )
-            step = math.prod(self.shape[1:])
-            indirection = Indirection("vector", 0, vector_offset, step)
+            index = Indirection("vector", 0, vector_offset, math.prod(self.shape[1:]))
         elif scalar_offset is not None:
-            indirect_dim = self._dimension(indirect_dim, "dynamic selection")
-            step = self.strides[indirect_dim] * self.dtype.item_bytes // kind.item_bytes
-            indirection = Indirection("scalar", indirect_dim, scalar_offset, step)
-        dims = tuple(zip(counts, steps, strict=True))
-        moved = self._moved_in(kind.item_bytes)
-        view = self.over(dims, start, indirection, moved, kind)
-        problem = "" if indirection is not None else view.leaves()
+            dim = self._dimension(indirect_dim, "dynamic selection")
+            index = Indirection("scalar", dim, scalar_offset, self.strides[dim] * old // item)
+        start = self.offset * old // item + (0 if offset is None else self._number(offset))
+        view = self.over(tuple(dims), start, index, self._moved_in(item), kind)
+        problem = "" if index is not None else view.leaves()
         return UnusableView(problem) if problem else view
 
     def view(self, dtype: Any) -> NkiTensor:
@@ -440,56 +428,49 @@ class NkiTensor(NKIObject):
     def reshape_dim(self, dim: int, shape: Sequence[int]) -> NkiTensor:
         """Split dimension `dim` into `shape`; one entry may be -1."""
         dim = self._dimension(dim)
-        sizes = self._infer(tuple(shape), self.shape[dim])
-        if len(sizes) > 1:
+        if len(shape) > 1:
             self._dimension(dim, "splitting")
-        steps = (self.strides[dim] * step for step in row_major(sizes))
-        return self._replaced(dim, 1, tuple(zip(sizes, steps, strict=True)))
-
-    def _infer(self, shape: tuple[int, ...], total: int) -> tuple[int, ...]:
-        """Return a shape of `total` elements, of which one size may be -1."""
-        sizes = tuple(self._number(size) for size in shape)
-        try:
-            return np.broadcast_to(0, total).reshape(sizes).shape
-        except ValueError:
-            self.need(False, f"{shape} does not have {total} elements; keep their number")
-            raise
+        return self._regroup(dim, dim + 1, shape)
 
     def flatten_dims(self, start_dim: int, end_dim: int) -> NkiTensor:
         """Merge dimensions start_dim..end_dim (inclusive), which must be contiguous."""
         start, end = self._dimension(start_dim), self._dimension(end_dim)
         if end > start:
             self._dimension(start, "merging")
-        dims = self.geometry.dims[start : end + 1]
-        merged = self._regroup(dims, (math.prod(size for size, _ in dims),))
-        return self._replaced(start, len(dims), merged)
-
-    def _regroup(self, dims: Dims, new: tuple[int, ...]) -> Dims:
-        """Return dimensions of sizes `new` over the same elements, or raise if there are none."""
-        blocks = merged(dims)
-        result: list[tuple[int, int]] = []
-        left, step = blocks.pop() if blocks else (1, 1)
-        for size in reversed(new):
-            while size > 1 and left == 1 and blocks:
-                left, step = blocks.pop()
-            copied = "copy it first, or reshape before slicing or permuting"
-            self.need(left % size == 0, f"reshape to {new} is no view; {copied}")
-            result.append((size, step))
-            left //= size
-            step *= size
-        return tuple(reversed(result))
+        return self._regroup(start, end + 1, (-1,))
 
     def reshape(self, *shape: Any) -> NkiTensor:
         """Return the same elements in another shape; the partition dimension is kept on chip."""
         wanted = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
-        new = self._infer(tuple(wanted), self.size)
-        if self.memory == "hbm" and self.indirection is None:
-            return self.over(self._regroup(self.geometry.dims, new))
-        rows = self.shape[0]
-        self.need(new[0] == rows, f"reshape to {new} changes the partitions; keep {rows} first")
-        return self.over(
-            (self.geometry.dims[0], *self._regroup(self.geometry.dims[1:], new[1:] or (1,)))
-        )
+        kept = self.memory != "hbm" or self.indirection is not None
+        view = self._regroup(0, len(self.shape), (*wanted, *(1,) * (kept and len(wanted) == 1)))
+        rows, new = self.shape[0], view.shape
+        says = f"reshape to {new} changes the partitions; keep {rows} first"
+        self.need(not kept or new[0] == rows, says)
+        return view
+
+    def _regroup(self, start: int, stop: int, shape: Sequence[int]) -> NkiTensor:
+        """Return the view with dimensions of a shape, of which one size may be -1, in place of
+        those from `start` to `stop`; refuse one that is none over the same elements."""
+        dims = self.geometry.dims
+        total = math.prod(self.shape[start:stop])
+        sizes = [self._number(size) for size in shape]
+        if -1 in sizes:
+            sizes[sizes.index(-1)] = total // max(1, -math.prod(sizes))
+        fits = math.prod(sizes) == total and min(sizes, default=1) > 0
+        self.need(fits, f"{tuple(shape)} does not have {total} elements; keep their number")
+        blocks = merged(dims[start:stop])
+        result: list[tuple[int, int]] = []
+        left, step = blocks.pop() if blocks else (1, 1)
+        for size in reversed(sizes):
+            while size > 1 and left == 1 and blocks:
+                left, step = blocks.pop()
+            copied = "copy it first, or reshape before slicing or permuting"
+            self.need(left % size == 0, f"reshape to {tuple(sizes)} is no view; {copied}")
+            result.append((size, step))
+            left //= size
+            step *= size
+        return self.over(dims[:start] + tuple(reversed(result)) + dims[stop:])
 
     def rearrange(
         self,
