@@ -11,9 +11,7 @@ fit together. A tensor is live from the first to the last instruction that touch
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -122,11 +120,10 @@ def check_allocation(machine: Machine, storage: Storage) -> None:
         )
 
 
-def _peak(tensors: list[Allocation], size: Callable[[Allocation], int]) -> tuple[int, int]:
+def _peak(tensors: list[Allocation], sizes: list[int]) -> tuple[int, int]:
     """Return (largest sum of sizes live at once, an instruction where it is reached)."""
     if not tensors:
         return 0, 0
-    sizes = [size(a) for a in tensors]
     ends = np.asarray([a.last_index for a in tensors]) + 1
     count = int(ends.max()) + 1
     # sums of whole numbers below 2**53, so exact
@@ -163,8 +160,8 @@ def check_capacity(machine: Machine) -> None:
         tensors = [
             a for a in trace.allocations.values() if a.memory == memory and a.first_index >= 0
         ]
-        size = functools.partial(_size, step)
-        peak, at = _peak(tensors, size)
+        sizes = [-(-a.bytes_per_partition // step) for a in tensors]
+        peak, at = _peak(tensors, sizes)
         ends = [a.address[1] + a.bytes_per_partition for a in tensors if a.address is not None]
         _check_addresses(machine, [a for a in tensors if a.address is not None], memory)
         if len(ends) == len(tensors):
@@ -173,17 +170,20 @@ def check_capacity(machine: Machine) -> None:
         if peak > limit and len(ends) < len(tensors):
             says = f"{peak:,} {what} are live at once at instruction {at}, {target.name} has "
             place = machine.instructions[at].file, machine.instructions[at].line
-            if memory == "sbuf" and _peak(tensors, _quarters)[0] <= 4 * limit:
+            if memory == "sbuf" and _peak(tensors, [*map(_quarters, tensors)])[0] <= 4 * limit:
                 machine.warn(
                     f"{says}{limit:,}; they fit only if the compiler places tensors of at most 64 "
                     "partitions beside each other",
                     place,
                 )
                 continue
-            live = [a for a in tensors if a.first_index <= at <= a.last_index]
-            says += (
-                f"{limit:,}; use smaller or fewer tiles. Live tensors:\n{_listed(live, size, unit)}"
-            )
+            says += f"{limit:,}; use smaller or fewer tiles. Live tensors:\n"
+            live = [
+                (size, a)
+                for size, a in zip(sizes, tensors, strict=True)
+                if a.first_index <= at <= a.last_index
+            ]
+            says += _listed(live, unit)
             if machine.dialect is not None:
                 # Beta 1's compiler "inserts ... spills or refills" (programming model, 2.26)
                 machine.warn(says, place)
@@ -192,22 +192,17 @@ def check_capacity(machine: Machine) -> None:
     trace.sbuf_peak_bytes, trace.psum_peak_banks = peaks
 
 
-def _size(step: int, a: Allocation) -> int:
-    """Return the bytes of a tensor in a partition, or its PSUM banks."""
-    return -(-a.bytes_per_partition // step)
-
-
-def _listed(live: list[Allocation], size: Callable[[Allocation], int], unit: str) -> str:
+def _listed(live: list[tuple[int, Allocation]], unit: str) -> str:
     """Return a line for each of the largest tensors, and one for the others."""
-    ordered = sorted(live, key=size, reverse=True)
+    ordered = sorted(live, key=lambda sized: -sized[0])
     shown = [
-        f"  {a.name} {a.shape} {a.dtype}: {size(a):,} {unit}, allocated on line {a.line}, live "
+        f"  {a.name} {a.shape} {a.dtype}: {size:,} {unit}, allocated on line {a.line}, live "
         f"in instructions {a.first_index}..{a.last_index}"
-        for a in ordered[:_SHOWN]
+        for size, a in ordered[:_SHOWN]
     ]
-    rest = ordered[_SHOWN:]
+    rest = [size for size, _ in ordered[_SHOWN:]]
     if rest:
-        shown.append(f"  and {len(rest)} more, {sum(map(size, rest)):,} {unit} together")
+        shown.append(f"  and {len(rest)} more, {sum(rest):,} {unit} together")
     return "\n".join(shown)
 
 
