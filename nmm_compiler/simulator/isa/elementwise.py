@@ -36,8 +36,8 @@ from nmm_compiler.simulator.isa.values import (
     apply_scalar,
     f32,
     put,
+    put_with_sum,
     scalar_value,
-    write_sum,
 )
 from nmm_compiler.simulator.machine import Machine
 from nmm_compiler.simulator.tensors.dtypes import FLOAT32, FLOATS, INTEGERS, VECTOR_FLOATS
@@ -371,9 +371,7 @@ def activation(
         UnsupportedInstructionError,
     )
     yield {"function": op.name, "reduces": _reduces(reduce_cmd, reduce_res)}
-    result = _apply(call.machine, op, f32(data), scale, bias)
-    put(dst, result)
-    write_sum(call, result)
+    put_with_sum(call, _apply(call.machine, op, f32(data), scale, bias))
 
 
 def _apply(machine: Machine, function: Op, values: np.ndarray, scale: Any, bias: Any) -> np.ndarray:
@@ -448,8 +446,7 @@ def activate2(
         result = np.where(values >= 0, values, values * slope).astype(F32)
     else:
         result = _apply(call.machine, op, values, 1.0, None)
-    put(dst, result)
-    write_sum(call, result)
+    put_with_sum(call, result)
 
 
 @instruction(
@@ -475,6 +472,4 @@ def exponential(
     """dst = exp(src - max_value) on VectorE of trn3, with an optional running sum."""
     yield {"reduces": _reduces(reduce_cmd, reduce_res)}
     values = f32(src)
-    result = np.exp(values - scalar_value(max_value, values.ndim))
-    put(dst, result)
-    write_sum(call, result)
+    put_with_sum(call, np.exp(values - scalar_value(max_value, values.ndim)))

@@ -16,7 +16,7 @@ from nmm_compiler.simulator.isa.enums import reduce_cmd
 from nmm_compiler.simulator.isa.instruction import Steps, instruction
 from nmm_compiler.simulator.isa.operands import ANY_DTYPE, INT32, SBUF, Call
 from nmm_compiler.simulator.isa.operators import Takes
-from nmm_compiler.simulator.isa.values import F32, f32, put, scalar_value, write_sum
+from nmm_compiler.simulator.isa.values import F32, f32, put, put_with_sum, scalar_value
 from nmm_compiler.simulator.tensors.dtypes import FLOAT32, FLOATS, INTEGERS
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
@@ -145,9 +145,7 @@ def range_select(
     low, high = scalar_value(bound0, 2), scalar_value(bound1, 2)
     above, below = comp_op0.alu(index, low) != 0, comp_op1.alu(index, high) != 0
     call.kept = chosen = np.asarray(above & below)
-    result = np.where(chosen, values, F32(FP32_MIN))
-    put(dst, result)
-    write_sum(call, result)
+    put_with_sum(call, np.where(chosen, values, F32(FP32_MIN)))
 
 
 @instruction(
@@ -181,9 +179,7 @@ def select_reduce(
     if on_false.__class__ is not NkiTensor:
         call.kept = chosen
     values = f32(on_true).reshape(partitions, -1)
-    result = np.where(chosen, values, scalar_value(on_false, 2))
-    put(dst, result)
-    write_sum(call, result)
+    put_with_sum(call, np.where(chosen, values, scalar_value(on_false, 2)))
 
 
 _NUMBERS = frozenset({"float32", "int32"})
@@ -263,19 +259,6 @@ def _of_groups(values: np.ndarray) -> np.ndarray:
     return values.reshape(len(values) // 16, 16, -1).swapaxes(1, 2).reshape(len(values) // 16, -1)
 
 
-def _check_quadrants(call: Call, dst: NkiTensor, src: NkiTensor) -> None:
-    """Check where src and dst start, by the larger of their numbers of quadrants."""
-    active = -(-max(dst.shape[0], src.shape[0]) // 32)
-    legal = {1: (0, 32, 64, 96), 2: (0, 64)}.get(active, (0,))
-    for role, access in (("src", call.reads[0]), ("dst", call.writes[0])):
-        start = access.partition_start
-        call.should(
-            start in legal,
-            f"{role} starts at partition {start}; with {32 * active} active ones it starts at "
-            f"{' or '.join(map(str, legal))}",
-        )
-
-
 @instruction(
     engines="vector",
     operands="src[P F] -> dst[Q F]",
@@ -288,7 +271,15 @@ def nc_stream_shuffle(call: Call, dst: Any, src: Any, shuffle_mask: Any) -> Step
     says = "shuffle_mask must be a list of 32 entries, each 0..31 or 255"
     call.need(isinstance(shuffle_mask, (list, tuple)), says, KernelArgumentError)
     mask = [call.integer("shuffle_mask", m) for m in shuffle_mask]
-    _check_quadrants(call, dst, src)
+    active = -(-max(dst.shape[0], src.shape[0]) // 32)  # quadrants
+    legal = {1: (0, 32, 64, 96), 2: (0, 64)}.get(active, (0,))
+    for role, access in (("src", call.reads[0]), ("dst", call.writes[0])):
+        start = access.partition_start
+        call.should(
+            start in legal,
+            f"{role} starts at partition {start}; with {32 * active} active ones it starts at "
+            f"{' or '.join(map(str, legal))}",
+        )
     call.need(len(mask) == 32 and set(mask) <= {*range(32), 255}, says)
     yield {}
     partition = np.arange(dst.shape[0]).reshape(-1, *[1] * (len(dst.shape) - 1))

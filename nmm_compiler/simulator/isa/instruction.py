@@ -39,7 +39,7 @@ from nmm_compiler.simulator.isa.operands import (
     check_dtype,
     check_hazard,
     check_pair,
-    check_two_results,
+    collide,
     indirect_operand,
     member,
     operand,
@@ -299,9 +299,7 @@ class instruction:  # noqa: N801 - a decorator, written as one
             len({view.dtype for _, view in call.tensors(self.same_dtype)}) < 2,
             f"the dtypes of {' and '.join(self.same_dtype)} must be the same",
         )
-        both = [view for _, view in call.tensors(self.pair)]
-        if len(both) == 2:
-            check_pair(call, self.pair, *both)
+        check_pair(call)
         if self.commands:
             self._check_command(call, call.arguments["reduce_cmd"])
 
@@ -325,9 +323,7 @@ class instruction:  # noqa: N801 - a decorator, written as one
             f"reduce_cmd must be {' or '.join(self.commands)}",
             UnsupportedInstructionError,
         )
-        if not first:
-            return
-        given, default = call.arguments[first], self.defaults[first]
+        given, default = call.arguments.get(first), self.defaults.get(first)
         unset = given is default or (not isinstance(given, NkiTensor) and given == default)
         if name == "load_reduce":
             says, fits = f"load_reduce needs {first}, the first value", given is not None
@@ -354,7 +350,11 @@ class instruction:  # noqa: N801 - a decorator, written as one
             streams = of in self.numbers or (of in self.streams and to == self.first)
             check_hazard(call, dst, src, streams)
         for (of, one), (also, other) in itertools.combinations(written, 2):
-            check_two_results(call, (of, also), one, other)
+            both = f"{of} and {also} to the same elements of {one.name!r}"
+            says = (
+                f"it writes {both}, and no order decides which stays; write one to another tensor"
+            )
+            call.should(not collide(call.machine, one, other, False), says, HazardError)
 
 
 def words(text: Any) -> tuple[str, ...]:

@@ -122,8 +122,8 @@ class Call:
         return int(value)
 
 
-def operand(call: Call, role: str, view: Any, memories: tuple[str, ...]) -> Access:
-    """Check that `view` is a tensor in one of `memories` at a legal partition; its Access."""
+def operand(call: Call, role: str, view: Any, memories: tuple[str, ...]) -> None:
+    """Check that `view` is a tensor in one of `memories` at a legal partition."""
     call.need(view.__class__ is NkiTensor, f"{role} must be a tensor")
     access = view.access()
     places = " or ".join(m.upper() for m in memories)
@@ -145,7 +145,6 @@ def operand(call: Call, role: str, view: Any, memories: tuple[str, ...]) -> Acce
             "start at 0, 32, 64, 96, up to 64 at 0, 64, more at 0",
         )
         call.should(not view.geometry.far, f"{role} has {view.geometry.far}")
-    return access
 
 
 def check_dtype(call: Call, role: str, view: NkiTensor, allowed: frozenset[str]) -> None:
@@ -178,15 +177,16 @@ def check_conversion(call: Call, dst: NkiTensor, src: NkiTensor) -> None:
     )
 
 
-def check_pair(call: Call, roles: Sequence[str], first: NkiTensor, second: NkiTensor) -> None:
+def check_pair(call: Call) -> None:
     """Check two inputs that an engine reads at once: not both in PSUM, in SBUF on equal partitions.
 
     The second rule is the hardware's: nki-library's rope.py copies half of a tile for it.
     """
-    places = [view.access() for view in (first, second)]
+    places = [view.access() for _, view in call.tensors(call.row.pair)]
     memories = {place.memory for place in places}
-    names = " and ".join(roles)
-    call.need(memories != {"psum"}, f"{names} are both in PSUM; copy one to SBUF first")
+    names = " and ".join(call.row.pair)
+    says = f"{names} are both in PSUM; copy one to SBUF first"
+    call.need(len(places) < 2 or memories != {"psum"}, says)
     starts = {place.partition_start for place in places}
     call.should(
         memories != {"sbuf"} or len(starts) == 1,
@@ -215,39 +215,32 @@ def indirect_operand(
         index.memory == "sbuf" and index.dtype in INTEGERS,
         f"{where} must be in SBUF and have an integer dtype; copy it first",
     )
-    if kind == "columns":
-        _check_tensor_indirection(call, role, view, chosen, allowed)
-    elif kind == "scalar":
+    if kind == "scalar":
         call.need(index.size == 1, f"{where} must have one element")
-    elif call.op != "dma_transpose":
+    elif kind == "vector" and call.op != "dma_transpose":
         call.need(
             index.shape[1:] == (1,),
             f"{where} must have the shape ({view.shape[0]}, 1), one index per row",
         )
+    elif kind == "columns":
+        here, access = f"{role} is an .indirect() view", view.access()
+        engines = " or ".join(allowed) or "no engine"
+        call.need(chosen in allowed, f"{here}, which it takes on {engines}")
+        call.need(
+            not (role == "dst" and chosen == "scalar" and access.memory == "psum"),
+            f"{here} in PSUM; on ScalarE a scattered dst must be in SBUF",
+        )
+        call.need(
+            index.shape[0] == view.shape[0],
+            f"{here}; its index {index!r:.90} needs {view.shape[0]} partitions",
+        )
+        start, first = index.access().partition_start, access.partition_start
+        call.should(
+            start % 32 == 0 and (role == "dst" or access.memory != "sbuf" or start == first),
+            f"{here} from partition {first} on; its index starts at {start}: it must be a multiple "
+            "of 32, the same for what is read of SBUF",
+        )
     return (index.access(),)
-
-
-def _check_tensor_indirection(
-    call: Call, role: str, view: NkiTensor, chosen: str, allowed: Sequence[str]
-) -> None:
-    index, where = view.indirection.index, f"{role} is an .indirect() view"
-    call.need(
-        chosen in allowed, f"{where}, which it takes on {' or '.join(allowed) or 'no engine'}"
-    )
-    call.need(
-        not (role == "dst" and chosen == "scalar" and view.memory == "psum"),
-        f"{where} in PSUM; on ScalarE a scattered dst must be in SBUF",
-    )
-    call.need(
-        index.shape[0] == view.shape[0],
-        f"{where}; its index {index!r:.90} needs {view.shape[0]} partitions",
-    )
-    start, first = index.access().partition_start, view.access().partition_start
-    call.should(
-        start % 32 == 0 and (role == "dst" or view.memory != "sbuf" or start == first),
-        f"{where} from partition {first} on; its index starts at {start}: it must be a multiple of "
-        "32, the same for what is read of SBUF",
-    )
 
 
 def check_priority(call: Call, priority: Any) -> None:
@@ -303,20 +296,13 @@ def check_hazard(call: Call, dst: NkiTensor, src: NkiTensor, streams: bool) -> N
         elements before it writes one. DMAs move elements in no order.
     """
     in_order = streams and not call.op.startswith("dma_")
-    if not (streams and same_view(dst, src)) and _collide(call.machine, dst, src, in_order):
+    if not (streams and same_view(dst, src)) and collide(call.machine, dst, src, in_order):
         places = f"from element {dst.offset} on over {src.get_pattern()} from {src.offset} on"
         says = f"it writes {dst.name!r} {places}, which it still has to read"
         call.should(False, f"{says}; write to another tensor", HazardError)
 
 
-def check_two_results(call: Call, roles: tuple[str, str], one: NkiTensor, other: NkiTensor) -> None:
-    """Refuse an instruction that writes two results to one place: no order decides which stays."""
-    if _collide(call.machine, one, other, False):
-        both = f"{' and '.join(roles)} to the same elements of {one.name!r}"
-        call.should(False, f"it writes {both}; write one to another tensor", HazardError)
-
-
-def _collide(machine: Machine, dst: NkiTensor, other: NkiTensor, in_order: bool) -> bool:
+def collide(machine: Machine, dst: NkiTensor, other: NkiTensor, in_order: bool) -> bool:
     """Return whether two views share an element; in_order: one that dst takes too early."""
     if dst.storage is not other.storage:
         return False
@@ -345,15 +331,13 @@ def _collide(machine: Machine, dst: NkiTensor, other: NkiTensor, in_order: bool)
 # Shape equations: how the sizes of operands depend on each other
 
 
-_TERM = re.compile(r"(?:(\d+)\*)?([A-Z]?)\+?(\d*)$")
+_TERM = re.compile(r"^(?:(\d+)\*)?([A-Z]?)\+?(\d*)$")
 Term = tuple[int, str, int]
 
 
 def _term(text: str) -> Term:
     """Return (times, letter, plus) of a size."""
-    found = _TERM.match(text)
-    assert found is not None, text
-    times, letter, plus = found.groups()
+    ((times, letter, plus),) = _TERM.findall(text)
     return int(times or 1), letter, int(plus or 0)
 
 

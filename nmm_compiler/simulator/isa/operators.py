@@ -199,20 +199,6 @@ BY_NAME: dict[str, Op] = {op.name: op for op in _LIST}
 _NUMPY_NAMES = {"absolute": "abs", "true_divide": "divide", "max": "maximum", "min": "minimum"}
 
 
-def find_op(call: Call, op: Any) -> Op:
-    """Return the Op of an `nki.language` function (or NumPy ufunc) given as an operator."""
-    name = getattr(op, "__name__", str(op))
-    found: Any = op.nki_op if hasattr(op, "nki_op") else BY_NAME.get(_NUMPY_NAMES.get(name, name))
-    if found is None:
-        call.need(
-            False,
-            f"operator {name!r}{closest(name, BY_NAME)}; see the math operators and activation "
-            "functions of nki.language",
-            UnsupportedInstructionError,
-        )
-    return found
-
-
 @dataclasses.dataclass(frozen=True)
 class Takes:
     """Which operators a parameter takes: those that have `part` ("" for any), or `names` of them.
@@ -227,11 +213,20 @@ class Takes:
     kinds: tuple[str, ...] = ()
 
     def resolve(self, call: Call, role: str, given: Any, default: Any) -> Op | None:
-        """Return the operator that an argument means; refuse one that the parameter lacks."""
+        """Return the operator that an argument means, an `nki.language` function or a NumPy ufunc;
+        refuse one that the parameter lacks."""
         if given is None and default is None:
             return BY_NAME.get(self.default)
-        found = find_op(call, given)
-        problem = ""
+        name, problem = getattr(given, "__name__", str(given)), ""
+        known = BY_NAME.get(_NUMPY_NAMES.get(name, name))
+        found: Any = given.nki_op if hasattr(given, "nki_op") else known
+        if found is None:
+            call.need(
+                False,
+                f"operator {name!r}{closest(name, BY_NAME)}; see the math operators and activation "
+                "functions of nki.language",
+                UnsupportedInstructionError,
+            )
         has = getattr(found, self.part or "name") is not None
         if not has and not (self.part == "activation" and found.name == "prelu"):
             problem = _LACKS[self.part]

@@ -22,8 +22,8 @@ from nmm_compiler.simulator.isa.values import (
     f32,
     keep,
     put,
+    put_with_sum,
     scalar_value,
-    write_sum,
 )
 from nmm_compiler.simulator.tensors.dtypes import FLOAT8, FLOAT32, INTEGERS
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
@@ -158,9 +158,7 @@ def tensor_scalar_reduce(
     )  # fmt: skip
     check_unary(call, "operand0", op0, operand0)
     yield {"function": op0.name, "reduces": True}
-    result = apply_scalar(op0, f32(data), operand0, reverse0)
-    put(dst, result)
-    write_sum(call, result)
+    put_with_sum(call, apply_scalar(op0, f32(data), operand0, reverse0))
 
 
 @instruction(
@@ -189,7 +187,6 @@ def tensor_scalar_cumulative(
     reduce_cmd: Any = reduce_cmd.reset_reduce,
 ) -> Steps:
     """dst[i] = op1(op0(src[i], imm0), dst[i - 1]) along the free dimension, on VectorE."""
-    check_unary(call, "imm0", op0, 0 if "unary" in op0.kind else imm0)
     yield {"function": op0.name, "function1": op1.name}
     values = apply_scalar(op0, f32(src), imm0, False).reshape(src.shape[0], -1)
     register = begin(call, op1, len(values), imm1)

@@ -295,16 +295,6 @@ with np.errstate(over="ignore"):
 """The value of each code of a scale; 255 overflows."""
 
 
-def _scales_of_groups(scale: NkiTensor, rows: np.ndarray) -> np.ndarray:
-    """Return the scales of each group of 8 partitions; `rows` says which partitions hold them.
-
-    Nothing is read of the partitions between them: nobody has to write those.
-    """
-    held = np.isin(np.arange(scale.shape[0]), rows)
-    codes = read(scale, where=held.reshape(-1, *[1] * (len(scale.shape) - 1)))[0]
-    return _POWERS.take(codes.view(np.uint8).reshape(scale.shape[0], -1)[rows])
-
-
 def _check_scales(call: Call, role: str, view: NkiTensor, scale: NkiTensor) -> None:
     """Check that the scales cover their data, and are indirect together with it."""
     index, of_scale = (getattr(v.indirection, "index", None) for v in (view, scale))
@@ -399,7 +389,10 @@ def nc_matmul_mx(
     sides = []
     for view, scale in ((stationary, stationary_scale), (moving, moving_scale)):
         values = unpack(view.load().reshape(k, -1), view.dtype).reshape(k // 8, 8, -1, 4)
-        factor = _scales_of_groups(scale, rows)
+        # nothing is read of the partitions between those of the scales: nobody has to write them
+        held = np.isin(np.arange(scale.shape[0]), rows).reshape(-1, *[1] * (len(scale.shape) - 1))
+        codes = read(scale, where=held)[0].view(np.uint8).reshape(scale.shape[0], -1)[rows]
+        factor = _POWERS.take(codes)
         scaled = np.empty((k // 8, 8, 4, values.shape[2]), F32)
         np.multiply(values.transpose(0, 1, 3, 2), factor[:, None, None, :], out=scaled)
         sides.append(scaled.reshape(4 * k, -1))

@@ -110,17 +110,17 @@ def accumulate_product(
     """Write a product to dst, or add it to earlier products there; None: PSUM's state decides."""
     if product.shape != dst.shape:
         product = product.reshape(dst.shape)
-    storage, direct = dst.storage, dst.indirection is None
+    storage, direct, marks = dst.storage, dst.indirection is None, dst.storage.writers
     key = (dst.offset, dst.shape, dst.strides) if direct else None
-    if direct and storage.products == key and accumulate is not False and dst.dtype == "float32":
-        _note_sum(machine, accumulate, True)
+    again = direct and storage.products == key and dst.dtype == "float32"
+    writers = np.full(dst.shape, NOBODY) if marks is None else marks.of(dst)[..., 0]
+    adds = accumulate is not False and bool(again or accumulate or writers.any())
+    if accumulate is None:  # a compiler of a loop on the device decides it once
+        machine.note(f"nc_matmul(accumulate=None) that {'adds' if adds else 'overwrites'}")
+    if adds and again:
         target = dst.array()  # the same region as the matmul before has the same writers
         target += product
         return
-    marks = storage.writers
-    writers = np.full(dst.shape, NOBODY) if marks is None else marks.of(dst)[..., 0]
-    adds = accumulate is not False and (accumulate or bool(writers.any()))
-    _note_sum(machine, accumulate, adds)
     if adds:
         _check_sum(machine, dst, writers, accumulate)
         written = writers != NOBODY  # what nobody has written is zero
@@ -148,13 +148,6 @@ def _check_sum(machine: Machine, dst: NkiTensor, writers: np.ndarray, accumulate
             machine.warn(text)  # overwriting and adding to zeros are the same
         else:
             machine.rule(SimulationError, text)
-
-
-def _note_sum(machine: Machine, accumulate: Any, adds: bool) -> None:
-    """Tell a loop on the device whether a product adds: the compiler decides that once."""
-    if machine.turn is not None and accumulate is None:
-        machine.note("nc_matmul(accumulate=None) that adds" if adds else
-                     "nc_matmul(accumulate=None) that overwrites")  # fmt: skip
 
 
 # Accumulator registers
@@ -204,11 +197,13 @@ def keep(call: Call, state: np.ndarray) -> None:
     machine.accumulators[register] = place, state, poison
 
 
-def write_sum(call: Call, values: np.ndarray) -> None:
-    """Update the accumulators by reduce_cmd; read them out into `reduce_res` if it is a tile.
+def put_with_sum(call: Call, values: np.ndarray) -> None:
+    """Write values to dst, and update the accumulators by reduce_cmd; read them out into
+    `reduce_res` if it is a tile.
 
     VectorE's idle may still modify them, so their value is unknown afterwards.
     """
+    put(call.arguments["dst"], values)
     given, op = call.arguments, call.arguments.get("reduce_op", BY_NAME["add"])
     command, result = given["reduce_cmd"].name, given["reduce_res"]
     if command == "idle" and result is None:

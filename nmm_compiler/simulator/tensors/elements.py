@@ -188,28 +188,21 @@ FILL = {"float": np.nan, "int": 4}
 """The value of unwritten elements, by the kind of the dtype; no accepted result shows it."""
 
 
-def first_read(view: NkiTensor, mask: np.ndarray) -> str:
-    """Return the text that names unwritten elements and the kernel's line that reads them first."""
-    storage = view.storage
-    where = [int(i) for i in np.unravel_index(int(mask.argmax()), mask.shape)]
-    _, line = kernel_frame()
-    return (
-        f"{int(mask.sum())} of {mask.size} elements of tensor {storage.name!r} {storage.shape} "
-        f"{storage.dtype} ({storage.memory}, allocated on line {storage.allocation.line}) are "
-        f"read on line {line} but were never written, the first at {where} of the view "
-        f"{view.shape}"
-    )
-
-
 def note_unwritten(view: NkiTensor, mask: np.ndarray, what: str = "") -> None:
     """Note that an instruction reads unwritten elements; refuse it where none may be read.
 
     what: needs known values.
     """
-    machine = current()
+    machine, storage = current(), view.storage
     if not mask.any():
         return
-    origin = view.storage.unwritten.origin or first_read(view, mask)
+    first = [int(i) for i in np.unravel_index(int(mask.argmax()), mask.shape)]
+    origin = storage.unwritten.origin or (
+        f"{int(mask.sum())} of {mask.size} elements of tensor {storage.name!r} {storage.shape} "
+        f"{storage.dtype} ({storage.memory}, allocated on line {storage.allocation.line}) are "
+        f"read on line {kernel_frame()[1]} but were never written, the first at {first} of the "
+        f"view {view.shape}"
+    )
     if what:
         refuse_poison(machine, what, origin, mask)
     else:
