@@ -142,24 +142,6 @@ def in_sbuf(view: NkiTensor) -> NkiTensor:
     return copied(view) if view.memory == "psum" else view
 
 
-def in_float32(view: NkiTensor) -> NkiTensor:
-    """Return the view, or its float32 copy, from which an engine reads one number per partition."""
-    wide = view.dtype in ("float32", "tfloat32", "int32", "uint32")
-    return view if wide else copied(view, dtypes.float32)
-
-
-def at_equal_partitions(first: NkiTensor, second: NkiTensor) -> tuple[NkiTensor, NkiTensor]:
-    """Return two inputs that an engine reads at once, copied to partition 0 if they start apart.
-
-    The documentation of Beta 1 has no rule for where two inputs start; the hardware has one.
-    """
-    starts = {v.access().partition_start for v in (first, second) if v.memory == "sbuf"}
-    if len(starts) < 2:
-        return first, second
-    a, b = (copied(v) if v.access().partition_start else v for v in (first, second))
-    return a, b
-
-
 def rows_of(box: Part, tile: Tensor) -> Part:
     """Return the part of a tile in the partitions of a box, all of it if it has fewer."""
     if not isinstance(box, tuple) or tile.shape[0] < box[0][1]:
@@ -223,18 +205,24 @@ def _views(name: str, row: Any, given: Arguments, like: str, shape: Shape, box: 
         elif role in wide:
             views[role] = stretched(tile, shape, name, box)
         else:
-            view = tile.tile(rows_of(box, tile))
-            views[role] = in_float32(view) if role in _IN_FLOAT32 and role in row.numbers else view
+            views[role] = tile.tile(rows_of(box, tile))
+            narrow = tile.kind not in _WIDE
+            if narrow and role in row.numbers and role in _IN_FLOAT32:
+                views[role] = copied(views[role], dtypes.float32)
         if "psum" not in row.reads.get(role, ("psum",)):
             views[role] = in_sbuf(views[role])
-    both = [role for role in row.pair if isinstance(views.get(role), NkiTensor)]
-    if len(both) == 2:
-        a, b = both
-        views[a], views[b] = at_equal_partitions(views[a], views[b])
+    # no document of Beta 1 has a rule for where two inputs start; the hardware has one
+    pair = {role: views[role] for role in row.pair if isinstance(views.get(role), NkiTensor)}
+    starts = {r: v.access().partition_start for r, v in pair.items() if v.memory == "sbuf"}
+    for role, start in starts.items():
+        if start and len(set(starts.values())) > 1:
+            views[role] = copied(views[role])
     return views
 
 
 _IN_FLOAT32 = ("operand0", "operand1", "scale")
+"""Operands that an engine reads as one number per partition, from a dtype of _WIDE."""
+_WIDE = ("float32", "tfloat32", "int32", "uint32")
 
 
 def elementwise(name: str, short: str, **given: Any) -> Tensor:
@@ -327,6 +315,7 @@ def product(
     moving: Any,
     mask: Any = None,
     *,
+    perf_mode: str | None = None,
     turned: bool = False,
     **flags: Any,
 ) -> Tensor:
@@ -336,11 +325,18 @@ def product(
     mask: of the result. An operand may have one of its own: of the rows that are summed over and
     of its part of the result.
     """
+    if perf_mode not in (None, "double_row_gen3"):
+        raise fail(
+            UnsupportedInstructionError,
+            f"{name}: perf_mode {perf_mode!r}; the simulator has 'double_row_gen3'",
+        )
+    first = 1  # of the free dimensions; before it, rows
+    if perf_mode is not None:
+        first, flags["perf_mode"] = 2, matmul_perf_mode.double_row
     for role, operand in (("stationary", stationary), ("moving", moving)):
         if not isinstance(operand, Tensor) or operand.part is True:
             tensor(name, role, operand)
     left, right = stationary, moving
-    first = 2 if "perf_mode" in flags else 1  # of the free dimensions; before it, rows
     shape = (math.prod(left.shape[first:]), *right.shape[first:])
     kind = left.kind if flags.get("is_transpose") else dtypes.float32
     left_part, right_part, box = _matmul_parts(left, right, box_of(mask, shape), first)
@@ -380,17 +376,6 @@ def _matmul_parts(left: Tensor, right: Tensor, box: Part, first: int) -> tuple[P
     if False in parts or not isinstance(rows, tuple) or not isinstance(columns, tuple):
         return False, False, False
     return (*rows, columns[0]), (*rows, *columns[1:]), columns
-
-
-def _product(name: str, perf_mode: Any, **given: Any) -> Tensor:
-    if perf_mode == "double_row_gen3":
-        given["perf_mode"] = matmul_perf_mode.double_row
-    elif perf_mode is not None:
-        raise fail(
-            UnsupportedInstructionError,
-            f"{name}: perf_mode {perf_mode!r}; the simulator has 'double_row_gen3'",
-        )
-    return product(name, **given)
 
 
 def transposed(name: str, data: Any, engine: Any, dtype: Any = None, mask: Any = None) -> Tensor:
@@ -543,7 +528,7 @@ def no_mask(name: str, mask: Any) -> None:
 
 
 _OWN: dict[str, Body] = {
-    "tensor_reduce": _reduced, "local_gather": _gathered, "nc_matmul": _product,
+    "tensor_reduce": _reduced, "local_gather": _gathered, "nc_matmul": product,
     "nc_transpose": transposed, "dma_transpose": _dma_transposed, "dma_copy": dma_copied,
     "affine_select": _selected, "iota": _expression, "memset": filled,
 }  # fmt: skip

@@ -51,6 +51,7 @@ from nmm_compiler.simulator.beta1.tensor import (
     result,
     session,
     stretched,
+    write,
     written,
 )
 from nmm_compiler.simulator.isa.enums import engine
@@ -128,8 +129,12 @@ def _created(
             *bank, partition, byte = allocator.func(index, flat[0], flat[1] * kind.item_bytes)
             address = int(partition), int(byte) + int(sum(bank)) * tile_size.psum_bank_fmax_bytes
         made = base.ndarray(flat, kind, region, name, address)
-        if value is not None:
-            _fill(made, value)
+        zeros = region is psum and value == 0  # no instruction: a first product overwrites them
+        if value is not None and not zeros:
+            ISSUE["memset"](made, in_kind(value, kind))
+        elif zeros and made.storage.raw is not None:
+            made.storage.raw.fill(0)
+            made.storage.unwritten = None
         return Tensor.of(made.reshape(tile))
 
     if not blocks:
@@ -138,17 +143,6 @@ def _created(
     for index in np.ndindex(blocks):
         tiles[index] = one(*index)
     return Blocks(tiles)
-
-
-def _fill(tile: NkiTensor, value: Any) -> None:
-    """Fill a new tile. Zeros in PSUM take no instruction: a first product overwrites them."""
-    if tile.memory != "psum" or value != 0:
-        ISSUE["memset"](tile, in_kind(value, tile.dtype))
-        return
-    storage = tile.storage
-    if storage.raw is not None:
-        storage.raw.fill(0)
-        storage.unwritten = None
 
 
 def _full(call: str, /, fill_value: Any, **given: Any) -> Tensor:
@@ -166,12 +160,11 @@ def _created_like(call: str, /, a: Tensor, dtype: Any, **given: Any) -> Tensor:
 @_named
 def random_seed(seed: Any, *, mask: Any = None) -> None:
     """Seed the generator with a number or a tile of one element."""
-    if box_of(mask, (1, 1)) is False:
-        return
     session().flush()
     if isinstance(seed, Tensor):
         seed = in_sbuf(tensor("nl.random_seed", "seed", seed).tile())
-    CURRENT["random_seed"](seed)
+    if box_of(mask, (1, 1)) is not False:
+        CURRENT["random_seed"](seed)
 
 
 @_named
@@ -358,14 +351,13 @@ def _composite(short: str) -> Body:
         shape = next((v.shape for v in given.values() if isinstance(v, Tensor)), ())
         box = box_of(mask, shape)
         if box is False:
-            return result(shape, dtypes.float32, None, mask=False)
-        views = {}
+            return result(shape, dtypes.float32, lambda dst, part: None, mask=False)
+        if short == "softmax":
+            given.pop("compute_dtype")
         for role, value in given.items():
             if isinstance(value, Tensor):
-                views[role] = value.tile(box if value.shape == shape else True)
-            elif value is not None and (short, role) != ("softmax", "compute_dtype"):
-                views[role] = value
-        made = current_function(**views)
+                given[role] = value.tile(box if value.shape == shape else True)
+        made = current_function(**given)
         if box is True or made.shape != tuple(b - a for a, b in box):
             return Tensor.of(made)
         return result(
@@ -444,7 +436,7 @@ def _update(dst: Tensor, short: str, value: Any) -> Tensor:
         if dst.shape != value.shape and math.prod(dst.shape) != math.prod(value.shape):
             raise no_broadcast(value, dst.shape, "+=")
         session().pending = value.pending = None
-        pending.into(dst, pending.update)
+        write(dst, pending.box, pending.update)
     else:
         assign(dst, NAMES[short](dst, value, dtype=dst.kind))
     return dst
@@ -509,9 +501,9 @@ def program_id(axis: int) -> int:
 def num_programs(axes: Any = None) -> int:
     """Return the number of programs along axes of the launch grid; of all without axes."""
     grid = session().grid
-    if axes is None:
+    if axes is None or not grid:
         return math.prod(grid)
-    return math.prod(grid[a] for a in ([axes] if isinstance(axes, int) else axes)) if grid else 1
+    return math.prod(grid[axis] for axis in np.atleast_1d(axes))
 
 
 @_named

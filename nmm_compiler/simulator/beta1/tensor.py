@@ -17,7 +17,7 @@ import math
 import weakref
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -56,6 +56,8 @@ OPERATIONS: dict[str, Callable[..., Any]] = {}
 """The functions behind operators and methods of a tensor; the language fills it in."""
 Issue = Callable[[NkiTensor, Part], Any]
 """Issues an instruction that writes this view, from this part of its operands."""
+Written = Callable[[NkiTensor], Any]
+"""Issues an instruction that writes this view."""
 
 
 def fail(kind: type[SimulationError], message: str) -> NmmError:
@@ -77,34 +79,23 @@ def as_number(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float)) else None
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Pending:
     """How to issue the instruction whose result a tile is.
 
     issue: None for one that updates a destination, which it has to be assigned to
-        (nl.loop_reduce). part: of its operands, inside the mask; box: of its result.
-    only: memories that the instruction can write. exact: no rounding to the tile's dtype, the
-        destination's dtype alone counts (copies, transposes, products).
-    update: issues what changes the destination in place, for a product what adds to it.
+        (nl.loop_reduce). update: what changes the destination in place, for a product what adds to
+        it. box: of the result, inside the mask. only: memories that the instruction can write.
+    exact: no rounding to the tile's dtype, the destination's dtype alone counts (copies,
+        transposes, products).
     """
 
-    issue: Issue | None
-    part: Part
+    issue: Written | None
+    update: Written | None
     box: Part
     only: tuple[str, ...]
     exact: bool
     place: tuple[str, int]
-    update: Issue | None = None
-
-    def into(self, dst: Tensor, issue: Issue | None) -> None:
-        """Issue the instruction; what its mask leaves out of dst stays undefined."""
-        if issue is None:
-            raise fail(
-                OperandError,
-                "nl.loop_reduce updates the tile that it is assigned to; write dst[...] = "
-                "nl.loop_reduce(...)",
-            )
-        write(dst, self.box, lambda view: issue(view, self.part))
 
 
 @dataclasses.dataclass
@@ -112,7 +103,8 @@ class Session:
     """State of one program of a Beta 1 kernel, beside the machine's.
 
     program, grid: this program's place in the launch grid.
-    lent: results that took the tile that they were assigned to, while the kernel holds them.
+    lent: results that took the tile that they were assigned to, while the kernel holds them; by
+        their identity.
     reductions: by storage, whether something was written there before nl.loop_reduce, and the
         places that this has written.
     read_only: names of parameters that the kernel may not write, by storage.
@@ -122,15 +114,29 @@ class Session:
     pending: Tensor | None = None
     program: Shape = ()
     grid: Shape = ()
-    lent: list[weakref.ref[Tensor]] = dataclasses.field(default_factory=list)
+    lent: weakref.WeakValueDictionary[int, Tensor] = dataclasses.field(
+        default_factory=weakref.WeakValueDictionary
+    )
     reductions: dict[int, tuple[bool, set[Any]]] = dataclasses.field(default_factory=dict)
     read_only: dict[int, str] = dataclasses.field(default_factory=dict)
 
     def flush(self) -> Session:
         """Issue the pending tile, if there is one, into a tile of its own."""
-        if self.pending is not None:
-            self.pending.settle()
+        tile, self.pending = self.pending, None
+        if tile is not None and tile.pending is not None:
+            pending, region = tile.pending, psum if tile.memory == "psum" else sbuf
+            with place_instructions(pending.place):
+                tile.become(Tensor.of(ndarray(tile.shape, tile.kind, region)))
+                write(tile, pending.box, pending.issue or _not_alone)
         return self
+
+
+def _not_alone(view: NkiTensor) -> NoReturn:
+    raise fail(
+        OperandError,
+        "nl.loop_reduce updates the tile that it is assigned to; write dst[...] = "
+        "nl.loop_reduce(...)",
+    )
 
 
 def session() -> Session:
@@ -199,23 +205,13 @@ class Tensor:
         self.shape, self.kind, self.memory = other.shape, other.kind, other.memory
         self.place, self.outside, self.pending = other.place, other.outside, None
 
-    def settle(self) -> None:
-        """Issue a pending tile into a tile of its own."""
-        now, pending = session(), self.pending
-        assert pending is not None
-        now.pending = None
-        with place_instructions(pending.place):
-            region = psum if pending.only[0] == "psum" else sbuf
-            self.become(Tensor.of(ndarray(self.shape, self.kind, region)))
-            pending.into(self, pending.issue)
-
     def tile(self, box: Part = True) -> NkiTensor:
         """Return the simulator's view of this tile, or of a box of it: (start, stop) per dimension.
 
         Raises OutOfBoundsError for what leaves the tensor there; False asks for no check.
         """
-        if self.place is None:
-            self.settle()
+        if self.pending is not None:
+            session().flush()
         view = self.place
         assert view is not None
         for dim, size, index in self.outside if box is not False else ():
@@ -548,24 +544,20 @@ def result(
         rows = box[:1] if shape[0] == over[0] else every[:1]
         free = box[1:] if shape[1:] == over[1:] else every[1:]
         box = (box[1], box[0]) if turned else (*rows, *free)
-    tile = Tensor(shape, kind, only[0])
-    tile.pending = Pending(issue, part, box, only, exact, kernel_frame(), update)
-    now.pending = tile
-    return tile
+
+    def of_the_part(one: Issue | None) -> Written | None:
+        return one and (lambda view: one(view, part))
+
+    now.pending = Tensor(shape, kind, only[0])
+    now.pending.pending = Pending(
+        of_the_part(issue), of_the_part(update), box, only, exact, kernel_frame()
+    )
+    return now.pending
 
 
 def asked(dtype: Any, kind: DType) -> DType:
     """Return the dtype that a call names, else `kind`."""
     return kind if dtype is None else kind_of(dtype)
-
-
-def leave_undefined(dst: Tensor) -> None:
-    """Let unwritten elements of dst on chip hold undefined values."""
-    view = dst.tile(False)
-    missing = None if dst.memory == "hbm" or dst.outside else view.missing()
-    if missing is not None:
-        view.array()[...] = poisoned_values(view, view.array(), missing)
-        mark(view, False)
 
 
 def written(dst: Tensor, box: Part = True) -> NkiTensor:
@@ -578,27 +570,30 @@ def written(dst: Tensor, box: Part = True) -> NkiTensor:
             f"parameter {name!r} is written (err_cannot_update_immutable_parameter); annotate it "
             "as nt.mutable_tensor and return it, or write to an nl.shared_hbm tensor",
         )
-    held = [tile for tile in (ref() for ref in now.lent) if tile is not None and tile is not dst]
-    now.lent = []
-    for tile in held:
-        # `x = nl.exp(a); t[...] = x` is one instruction, and x is t's memory from then on: until
-        # something else is written there
+    # `x = nl.exp(a); t[...] = x` is one instruction, and x is t's memory from then on: until
+    # something else is written there
+    for tile in list(now.lent.values()):
         old = tile.tile()
         if old.storage is view.storage:
-            copied = ndarray(tile.shape, tile.kind, psum if tile.memory == "psum" else sbuf)
-            tensor_copy(copied, old)
-            tile.become(Tensor.of(copied))
-        else:
-            now.lent.append(weakref.ref(tile))
+            del now.lent[id(tile)]
+            if tile is not dst:
+                copied = ndarray(tile.shape, tile.kind, psum if tile.memory == "psum" else sbuf)
+                tensor_copy(copied, old)
+                tile.become(Tensor.of(copied))
     return view
 
 
-def write(dst: Tensor, box: Part, issue: Callable[[NkiTensor], Any]) -> None:
+def write(dst: Tensor, box: Part, issue: Written) -> None:
     """Issue what writes a box of dst; what it leaves out of dst on chip stays undefined."""
     if box is not False:
         issue(written(dst, box))
-    if box is not True:
-        leave_undefined(dst)
+    if box is True or dst.memory == "hbm" or dst.outside:
+        return
+    view = dst.tile()
+    missing = view.missing()
+    if missing is not None:
+        view.array()[...] = poisoned_values(view, view.array(), missing)
+        mark(view, False)
 
 
 def assign(dst: Tensor, value: Any) -> None:
@@ -626,12 +621,12 @@ def assign(dst: Tensor, value: Any) -> None:
         now.pending = None
         try:
             with place_instructions(pending.place):
-                pending.into(dst, pending.issue or pending.update)
+                write(dst, pending.box, pending.issue or pending.update)
         except HazardError:  # dst overlaps what the instruction reads: through a tile of its own
             now.pending = value
         else:
             value.become(dst)
-            now.lent.append(weakref.ref(value))
+            now.lent[id(value)] = value
             return
     now.flush()
     if value.memory == "hbm":
@@ -655,14 +650,11 @@ def in_kind(number: Any, kind: DType) -> Any:
 
 def _fits(dst: Tensor, value: Tensor, pending: Pending) -> bool:
     """Return whether the instruction can write dst itself, with the same values."""
-    if dst.memory not in pending.only or dst.par:
-        return False
-    if dst.shape != value.shape and (pending.box is not True or not alike(dst.shape, value.shape)):
-        return False
-    if pending.exact or dst.kind == value.kind:
-        return True
-    floats = dst.kind.kind == value.kind.kind == "float"
-    return floats and value.kind == "float32"
+    reached = dst.memory in pending.only and not dst.par
+    whole = pending.box is True and alike(dst.shape, value.shape)
+    wider = value.kind == "float32" and dst.kind.kind == "float"
+    same = pending.exact or dst.kind == value.kind or wider
+    return reached and same and (whole or dst.shape == value.shape)
 
 
 def alike(a: Shape, b: Shape) -> bool:
