@@ -31,23 +31,19 @@ _FOREIGN = (sys.stdlib_module_names - _HARMLESS) | {
     *("numpy", "torch", "jax", "jaxlib", "scipy", "ml_dtypes", "pandas", "tensorflow"),
 }
 _BASES = (["nki.language.NKIObject"], ["enum.Enum"], ["enum.IntEnum"])
-_GENERATORS = "generators and coroutines are not in the NKI language; write a loop over a list"
-_UNUSUAL = "{} is not described by the NKI language guide before 0.7; a loop or a named function is"
-_SYNTAX: dict[type[ast.AST], tuple[str, str]] = {
-    **dict.fromkeys((ast.Try, ast.TryStar), (
-        "E203", "try is not in the NKI language; test the condition before")),
+_SYNTAX: dict[type[ast.AST], tuple[str, ...]] = {
+    **dict.fromkeys((ast.Try, ast.TryStar), ("E203",)),
     **dict.fromkeys(
-        (ast.Yield, ast.YieldFrom, ast.Await, ast.GeneratorExp, ast.AsyncFunctionDef),
-        ("E205", _GENERATORS),
+        (ast.Yield, ast.YieldFrom, ast.Await, ast.GeneratorExp, ast.AsyncFunctionDef), ("E205",)
     ),
-    ast.ListComp: ("W206", _UNUSUAL.format("a list comprehension")),
-    ast.SetComp: ("W206", _UNUSUAL.format("a set comprehension")),
-    ast.DictComp: ("W206", _UNUSUAL.format("a dict comprehension")),
-    ast.Lambda: ("W206", _UNUSUAL.format("a lambda")),
-    ast.Match: ("W206", _UNUSUAL.format("match")),
-    ast.NamedExpr: ("W206", _UNUSUAL.format("an assignment expression")),
-}  # fmt: skip
-"""Syntax that the compilers before 0.7 do not read."""
+    ast.ListComp: ("W206", "a list comprehension"),
+    ast.SetComp: ("W206", "a set comprehension"),
+    ast.DictComp: ("W206", "a dict comprehension"),
+    ast.Lambda: ("W206", "a lambda"),
+    ast.Match: ("W206", "match"),
+    ast.NamedExpr: ("W206", "an assignment expression"),
+}
+"""Syntax that the compilers before 0.7 do not read: the code of its finding, and its name."""
 _COLLECTIONS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
 _CHANGES = frozenset(
     ("append", "extend", "insert", "pop", "popitem", "remove", "reverse", "clear", "update", "add",
@@ -80,27 +76,23 @@ def of_the_subset(node: ast.AST, names: Names) -> Iterator[Finding]:
     match node:
         case ast.Compare():
             for op, value in zip(node.ops, node.comparators, strict=True):
-                if isinstance(op, (ast.Is, ast.IsNot)):
-                    wrong, right = ("is", "==") if isinstance(op, ast.Is) else ("is not", "!=")
-                    text = f"{wrong!r} is not in the NKI language; use {right!r}"
-                    yield at(value, "E201", text)
+                if isinstance(op, ast.Is):
+                    yield at(value, "E201", "is", "==")
+                elif isinstance(op, ast.IsNot):
+                    yield at(value, "E201", "is not", "!=")
         case ast.FunctionDef(args=ast.arguments(kwonlyargs=[first, *_])):
-            text = f"keyword-only parameters ('*' before {first.arg!r}) are refused; drop the '*'"
-            yield at(first, "E202", text)
+            yield at(first, "E202", first.arg)
         case ast.withitem(held):
             if names.resolve(called_in(held)) != "nki.language.no_reorder":
-                text = "only nl.no_reorder() can be held by 'with' inside a kernel"
-                yield at(held, "E204", text)
+                yield at(held, "E204")
         case ast.ClassDef():
             if [names.resolve(base) for base in node.bases] not in _BASES:
-                shown = ", ".join(map(ast.unparse, node.bases)) or "nothing"
-                text = f"{node.name} inherits {shown}; it must inherit NKIObject alone, or Enum"
-                yield at(node, "E207", f"class {text}")
+                bases = ", ".join(map(ast.unparse, node.bases))
+                yield at(node, "E207", node.name, bases or "nothing")
         case ast.Dict():
             for key in node.keys:
                 if isinstance(key, ast.Constant) and not isinstance(key.value, str):
-                    text = f"dict keys are strings inside a kernel, not {key.value!r}"
-                    yield at(key, "E214", text)
+                    yield at(key, "E214", key.value)
         case ast.Name(ctx=ast.Load()):
             yield from _foreign_name(node, names)
 
@@ -109,13 +101,11 @@ def _foreign_name(node: ast.Name, names: Names) -> Iterator[Finding]:
     """E210: a module that no kernel has; E208: another kernel."""
     path = names.resolve(node) or ""
     if path.partition(".")[0] in _FOREIGN:
-        text = f"{path} cannot be used inside a kernel; use nki.language, or pass the value in"
-        yield at(node, "E210", text)
+        yield at(node, "E210", path)
     called = names.definition(node)
     decorated = isinstance(called, ast.FunctionDef) and called.decorator_list
     if decorated and called in names.kernels and called not in names.above(node):
-        text = f"{node.id} carries @nki.jit and is used inside a kernel; drop its decorator"
-        yield at(node, "E208", text)
+        yield at(node, "E208", node.id)
 
 
 def _lists(names: Names) -> Iterator[Finding]:
@@ -129,8 +119,7 @@ def _lists(names: Names) -> Iterator[Finding]:
                 given += [("pass", value) for value in passed]
     for verb, value in given:
         if isinstance(value, ast.List):
-            text = f"kernel arguments cannot be lists; {verb} the tuple for {ast.unparse(value)}"
-            yield at(value, "E209", text)
+            yield at(value, "E209", verb, ast.unparse(value))
 
 
 # Rules of every version
@@ -140,24 +129,16 @@ def of_kernel_code(node: ast.AST, names: Names, api: Api) -> Iterator[Finding]:
     """E212, E301, and the rules for loops on the device, methods and tiles."""
     match node:
         case ast.Global():
-            text = (
-                f"global {', '.join(node.names)}: compiled kernels are cached by their arguments, "
-                "so a kernel must not depend on or change outer state"
-            )
-            yield at(node, "E212", text)
+            yield at(node, "E212", ", ".join(node.names))
         case ast.Name(ctx=ast.Load()):
             if names.undefined(node):
-                yield at(node, "E301", f"{node.id} is not defined in this file")
+                yield at(node, "E301", node.id)
         case ast.For():
             if names.calls(node.iter, "nki.language.dynamic_range"):
                 yield from _carried(node, names)
         case ast.While():
             if _is_register(node.test, names) and not before(api.version, "0.6"):
-                code, word = ("E215", "removed in NKI 0.7")
-                if before(api.version, "0.7"):
-                    code, word = ("W215", "deprecated since NKI 0.6")
-                text = f"'while' on a register is {word}; use nl.while_loop(init, body)"
-                yield at(node, code, text)
+                yield at(node, "W215" if before(api.version, "0.7") else "E215")
         case ast.Call():
             path = names.resolve(node.func)
             if path is None:
@@ -181,8 +162,7 @@ def _method(node: ast.Call, names: Names, api: Api) -> Iterator[Finding]:
         classes = (kind for kind in names.nodes if isinstance(kind, ast.ClassDef))
         own = {m.name for kind in classes for m in kind.body if isinstance(m, ast.FunctionDef)}
         if name not in own:
-            text = f"tensors have {name}() since NKI {since}; this is checked for {api.version}"
-            yield at(node, "E102", text)
+            yield at(node, "E102 method", name, since, api.version)
 
 
 # Loops on the device
@@ -199,33 +179,27 @@ def _device_loop(node: ast.Call, path: str, names: Names, api: Api) -> Iterator[
     for around in names.above(node):
         for item in around.items if isinstance(around, ast.With) else ():
             if names.calls(item.context_expr, "nki.language.no_reorder"):
-                yield at(node, "E216", f"nl.{loop} cannot stand inside nl.no_reorder()")
+                yield at(node, "E216", loop)
     given = _given(node, path)
     step = given.get("step")
     if step is not None and re.fullmatch(r"0|-\d+", ast.unparse(step)):
-        yield at(step, "E218", f"the step of nl.{loop} must be a positive whole number")
+        yield at(step, "E218", loop)
     body = names.definition(given.get("body_fun"))
     registers = any(_is_register(given.get(bound), names) for bound in ("lower", "upper"))
     if loop == "fori_loop" and not before(api.version, "0.7") and not registers:
         code = (inner for function in names.reached([body]) for inner in ast.walk(function))
         if any(names.calls(inner, "nki.isa.register_store") for inner in code):
-            text = (
-                "the variable of nl.fori_loop is no register in NKI 0.7 unless a bound is one, "
-                "and nisa.register_store takes registers; pass a bound as nisa.register_alloc(n)"
-            )
-            yield at(node, "E220", text)
+            yield at(node, "E220")
     if not isinstance(body, ast.FunctionDef):
         return
     yield from _carried(body, names)
     returned = [r for r in _own_returns(body) if r.value is not None]
     if loop == "fori_loop":
         for statement in returned:
-            text = f"{body.name} returns a value, and the body of nl.fori_loop must not"
-            yield at(statement, "E217", text)
+            yield at(statement, "E217 value", body.name)
         yield from _loop_variable(body)
     elif not returned:
-        text = f"{body.name} must return the register that continues nl.while_loop"
-        yield at(body, "E217", text)
+        yield at(body, "E217", body.name)
 
 
 def _carried(loop: ast.For | ast.FunctionDef, names: Names) -> Iterator[Finding]:
@@ -255,11 +229,7 @@ def _carried(loop: ast.For | ast.FunctionDef, names: Names) -> Iterator[Finding]
         if not own and first[name] is not node:
             changed[node] = name
     for node, name in changed.items():
-        text = (
-            f"{name} changes from turn to turn in Python, and the body of a loop on the device is "
-            "traced once; keep it in a register or a tile, or unroll with a Python for loop"
-        )
-        yield at(node, "E221", text)
+        yield at(node, "E221", name)
 
 
 def _changed_collection(node: ast.AST) -> ast.expr | None:
@@ -275,11 +245,7 @@ def _loop_variable(body: ast.FunctionDef) -> Iterator[Finding]:
     for node in ast.walk(body):
         operands = [node.left, node.right] if isinstance(node, ast.BinOp) else []
         if any(isinstance(o, ast.Name) and o.id == variable for o in operands):
-            text = (
-                f"{variable} is a register in the body of nl.fori_loop: no Python arithmetic; "
-                f"pass it as .ap(..., scalar_offset={variable})"
-            )
-            yield at(node, "E219", text)
+            yield at(node, "E219", variable)
 
 
 def _own_returns(function: FunctionNode) -> list[ast.Return]:
@@ -330,16 +296,15 @@ def _operands(node: ast.Call, path: str, names: Names) -> Iterator[Finding]:
         memory = _tile_of(given.get(role), names).memory
         if memory is not None and memory.rpartition("_")[2] not in memories:
             by_dma = op.startswith(("dma_", "store"))
-            wanted = " or ".join(known.upper() for known in memories)
-            text = f"{role} of {op} must be in {wanted}, not {memory}"
             if by_dma and memory == "psum":
-                text = f"{op} cannot reach PSUM ({role}); go through SBUF with tensor_copy"
-            yield at(given[role], "E303" if by_dma else "E306", text)
+                yield at(given[role], "E303 psum", role, op)
+            else:
+                wanted = " or ".join(known.upper() for known in memories)
+                yield at(given[role], "E303" if by_dma else "E306", role, op, wanted, memory)
     value = given.get("value") if op == "memset" else None
     real = isinstance(value, ast.Constant) and isinstance(value.value, float)
     if value is not None and real and _tile_of(given.get("dst"), names).dtype in _INTEGERS:
-        text = f"memset of an integer tile takes an integer, not {ast.unparse(value)}"
-        yield at(value, "E304", text)
+        yield at(value, "E304", ast.unparse(value))
 
 
 def _partitions(node: ast.Call, path: str, names: Names) -> Iterator[Finding]:
@@ -348,8 +313,7 @@ def _partitions(node: ast.Call, path: str, names: Names) -> Iterator[Finding]:
     match shape:
         case ast.Tuple([ast.Constant(int(size)) as first, *_]):
             if memory in ("sbuf", "psum") and size > _PARTITIONS:
-                text = f"{size} partitions in {memory}, which has {_PARTITIONS}"
-                yield at(first, "E307", text)
+                yield at(first, "E307", size, memory, _PARTITIONS)
 
 
 def _outputs(names: Names) -> Iterator[Finding]:
@@ -361,8 +325,7 @@ def _outputs(names: Names) -> Iterator[Finding]:
             for output in filter(None, outputs):
                 memory = _tile_of(output, names).memory
                 if memory not in (None, "shared_hbm"):
-                    text = f"{ast.unparse(output)} is returned and lives in {memory}; "
-                    yield at(output, "E302", text + "allocate outputs with buffer=nl.shared_hbm")
+                    yield at(output, "E302", ast.unparse(output), memory)
 
 
 def of_the_kernels(names: Names, api: Api) -> Iterator[Finding]:
