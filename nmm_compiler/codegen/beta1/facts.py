@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from nmm_compiler.codegen.beta1.expressions import keyword
+from nmm_compiler.codegen.beta1.views import keyword
 from nmm_compiler.codegen.printed import text
 from nmm_compiler.codegen.trees import bound, called, nodes, parameter_names, root
 

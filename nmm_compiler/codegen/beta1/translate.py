@@ -31,19 +31,22 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from typing import Any
 
-from nmm_compiler.codegen.beta1.expressions import (
+from nmm_compiler.codegen.beta1.facts import CHIP, HBM, Facts, is_new_tile
+from nmm_compiler.codegen.beta1.views import (
+    METHODS,
+    View,
     elements,
     indices_of,
     keyword,
     method,
     number,
+    predicate,
     quoted,
     subscript,
 )
-from nmm_compiler.codegen.beta1.facts import CHIP, HBM, Facts, is_new_tile
-from nmm_compiler.codegen.beta1.views import METHODS, View, predicate
 from nmm_compiler.codegen.printed import printed, text
 from nmm_compiler.codegen.tidy import remove_unused
 from nmm_compiler.codegen.trees import (
@@ -399,13 +402,14 @@ def _with_lists(body: Block) -> list[ast.stmt]:
     `t = []` and a loop of `t.append(e)` become `t = [e for ...]`; one `t.append(e)`, `t = [e]`.
     """
     empty = {new_list(s): s for s in body if new_list(s)}
+    calls = Counter(map(called, nodes(*body)))
     made: list[ast.stmt] = []
     for statement in body:
         loop = statement if isinstance(statement, ast.For) else None
         filled = [appended(s) for s in (without_docstring(loop.body) if loop else [statement])]
         names = [one for one, _ in filled if one in empty]
         whole = len(names) == len(set(names)) == len(filled)
-        if not whole or any(_fills(body, one) > 1 for one in names):
+        if not whole or any(calls[f"{one}.append"] > 1 for one in names):
             made.append(statement)
             continue
         made = [s for s in made if all(s is not empty[one] for one in names)]
@@ -416,8 +420,3 @@ def _with_lists(body: Block) -> list[ast.stmt]:
                 value = ast.ListComp(element, [ast.comprehension(loop.target, over, [], 0)])
             made.append(assign(one, value))
     return made
-
-
-def _fills(body: Block, filled: str) -> int:
-    """Return how many statements append to a list, wherever they are in a block."""
-    return sum(called(node) == f"{filled}.append" for node in nodes(*body))

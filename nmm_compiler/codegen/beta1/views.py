@@ -1,4 +1,4 @@
-"""Strided views of HBM tensors, which Beta 1 spells as index expressions.
+"""Strided views of HBM tensors, which Beta 1 spells as index expressions, and their arithmetic.
 
 `src[r : r + 128 * t, c : c + n].reshape_dim(0, (t, 128)).permute((1, 0, 2))` becomes
 `src[r + i_p + 128 * i_t, c + i_f]`, i_p being `nl.arange(128)[:, None, None]`, and i_t and i_f the
@@ -13,18 +13,81 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from nmm_compiler.codegen.beta1.expressions import (
-    keyword,
-    minus,
-    number,
-    plus,
-    quoted,
-    same,
-    subscript,
-    times,
-)
+from nmm_compiler.codegen.fold_constants import Folder
 from nmm_compiler.codegen.printed import text
+from nmm_compiler.codegen.trees import Names, parsed
 from nmm_compiler.errors import no_beta1_form
+
+
+def same(a: ast.expr, b: ast.expr) -> bool:
+    """Return whether two expressions are spelled alike."""
+    return a is b or text(a) == text(b)
+
+
+def number(node: ast.AST | None) -> int | None:
+    """Return the value of a literal integer, else None."""
+    return node.value if isinstance(node, ast.Constant) and type(node.value) is int else None
+
+
+def plus(a: ast.expr, b: ast.expr) -> ast.expr:
+    """Return a + b, or what b is spelled minus a of."""
+    if isinstance(b, ast.BinOp) and isinstance(b.op, ast.Sub) and same(b.right, a):
+        return b.left
+    return _folded(ast.BinOp(a, ast.Add(), b))
+
+
+def times(a: ast.expr, b: ast.expr) -> ast.expr:
+    """Return a * b."""
+    return _folded(ast.BinOp(a, ast.Mult(), b))
+
+
+def minus(a: ast.expr, b: ast.expr) -> ast.expr:
+    """Return a - b, or what is left of a where it is spelled b + something."""
+    if isinstance(a, ast.BinOp) and isinstance(a.op, ast.Add) and same(a.left, b):
+        return a.right
+    return _folded(ast.BinOp(a, ast.Sub(), b))
+
+
+def _folded(operation: ast.BinOp) -> Any:
+    return Folder({}).visit(operation)
+
+
+def subscript(value: ast.expr, indices: Sequence[ast.expr]) -> ast.Subscript:
+    """Return value[indices]."""
+    one = len(indices) == 1
+    index = indices[0] if one else ast.Tuple([*indices], ast.Load())
+    return ast.Subscript(value, index, ast.Load())
+
+
+def indices_of(node: ast.Subscript) -> list[ast.expr]:
+    """Return the slices and indices of a subscript."""
+    return node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+
+
+def quoted(source: str, /, **given: ast.expr) -> Any:
+    """Return a piece of source as an expression, with expressions in place of names."""
+    return Names(given).visit(parsed(source))
+
+
+def method(node: ast.AST | None) -> tuple[ast.expr, str, list[ast.expr]] | None:
+    """Return (receiver, name, arguments) of `receiver.name(arguments)`, else None."""
+    match node:
+        case ast.Call(ast.Attribute(receiver, name), arguments):
+            return receiver, name, arguments
+    return None
+
+
+def elements(node: ast.expr) -> list[ast.expr]:
+    """Return the elements of a literal tuple."""
+    assert isinstance(node, ast.Tuple), f"{text(node)} is not spelled as a tuple"
+    return node.elts
+
+
+def keyword(node: object, name: str) -> ast.expr | None:
+    """Return an argument of a call by its keyword, None where there is none."""
+    given = node.keywords if isinstance(node, ast.Call) else ()
+    return next((one.value for one in given if one.arg == name), None)
+
 
 METHODS = ("reshape_dim", "permute", "select", "broadcast", "reshape")
 
@@ -43,51 +106,47 @@ class Axis:
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """A view of `base`: an index for each of its dimensions, and the axes of the view in order.
+    """A view of `base`: where it starts in each of its dimensions, and its axes in order.
 
-    indices: as they are in the source; of a slice that was moved or split, where it starts.
     spread: the shape that it is broadcast to.
     """
 
     base: ast.expr
-    indices: tuple[Any, ...]
+    starts: tuple[ast.expr, ...]
     axes: tuple[Axis, ...]
     spread: ast.expr | None = None
 
     @staticmethod
     def of(base: ast.expr, indices: Sequence[Any]) -> View:
         """Return base[indices]."""
-        axes = []
+        starts, axes = list(indices), []
         for place, index in enumerate(indices):
-            if not _is_slice(index):
-                continue
-            if index.lower is None or index.upper is None or index.step is not None:
-                raise no_beta1_form(f"a view of {text(base)} with slice {text(index)!r}")
-            axes.append(Axis(minus(index.upper, index.lower), place))
-        return View(base, tuple(indices), tuple(axes))
+            if isinstance(index, ast.Slice):
+                if index.lower is None or index.upper is None or index.step is not None:
+                    raise no_beta1_form(f"a view of {text(base)} with slice {text(index)!r}")
+                starts[place] = index.lower
+                axes.append(Axis(minus(index.upper, index.lower), place))
+        return View(base, tuple(starts), tuple(axes))
 
     def at(self, indices: Sequence[Any]) -> View:
         """Return view[indices]."""
         if not self.axes:
-            return View.of(self.base, (*self.indices, *indices))
+            return View.of(self.base, (*self.starts, *indices))
         view, kept = self, []
         for axis, index in zip(self.axes, indices, strict=True):
-            if not _is_slice(index):
-                view = view._moved(axis, index)
-                continue
-            size = minus(index.upper, index.lower)
-            whole = number(index.lower) == 0 and same(size, axis.size)
-            view = view if whole else view._moved(axis, index.lower)
-            kept.append(axis if whole else dataclasses.replace(axis, size=size))
+            start = getattr(index, "lower", index)  # of a slice
+            view = view._moved(axis, start)
+            if start is not index:
+                kept.append(dataclasses.replace(axis, size=minus(index.upper, start)))
         return dataclasses.replace(view, axes=tuple(kept))
 
-    def _moved(self, axis: Axis, start: ast.expr) -> View:
+    def _moved(self, axis: Axis, start: Any) -> View:
         """Return the view from `start` of an axis on."""
-        indices = list(self.indices)
-        if axis.dimension is not None:
-            before = _start(indices[axis.dimension])
-            indices[axis.dimension] = plus(before, times(axis.factor, start))
-        return dataclasses.replace(self, indices=tuple(indices))
+        if axis.dimension is None or number(start) == 0:
+            return self
+        starts = list(self.starts)
+        starts[axis.dimension] = plus(starts[axis.dimension], times(axis.factor, start))
+        return dataclasses.replace(self, starts=tuple(starts))
 
     def split(self, place: int, sizes: Sequence[ast.expr]) -> View:
         """Return the view with an axis as two, the second of them consecutive."""
@@ -96,59 +155,53 @@ class View:
             Axis(size, None if number(size) == 1 else axis.dimension, factor)
             for size, factor in ((outer, times(axis.factor, inner)), (inner, axis.factor))
         ]
-        view = self._moved(axis, ast.Constant(0))
-        return dataclasses.replace(view, axes=(*self.axes[:place], *both, *self.axes[place + 1 :]))
-
-    def reshaped(self, sizes: Sequence[ast.expr]) -> View | None:
-        """Return the view in another shape, or None where index expressions have no form for it.
-
-        One axis becomes two, an axis of one element comes last, or all axes but the first become
-        one: these lie behind each other, or the current dialect has no such view either.
-        """
-        given = [axis.size for axis in self.axes]
-        if len(given) == 1 and len(sizes) == 2:
-            return self.split(0, sizes)
-        longer = len(sizes) == len(given) + 1 and number(sizes[-1]) == 1
-        if longer and all(map(same, given, sizes)):
-            return dataclasses.replace(self, axes=(*self.axes, Axis(ast.Constant(1))))
-        if len(sizes) == 2 < len(given) and self.plain and same(given[0], sizes[0]):
-            return self._merged(sizes[1])
-        return None
+        axes = (*self.axes[:place], *both, *self.axes[place + 1 :])
+        return dataclasses.replace(self, axes=axes)
 
     def _merged(self, size: ast.expr) -> View:
         """Return the view with its dimensions but the first as one: the tensor has them as one."""
         start: ast.expr = ast.Constant(0)
         length: ast.expr = ast.Constant(1)
-        for dimension in reversed(range(1, len(self.indices))):
-            own = _start(self.indices[dimension])
+        for dimension in reversed(range(1, len(self.starts))):
+            own = self.starts[dimension]
             start = plus(times(own, length), start) if number(own) != 0 else start
             size_of = quoted("base.shape[place]", base=self.base, place=ast.Constant(dimension))
             length = times(size_of, length)
         flat = quoted("base.reshape((base.shape[0], length))", base=self.base, length=length)
-        return View(flat, (self.indices[0], start), (self.axes[0], Axis(size, 1)))
+        return View(flat, (self.starts[0], start), (self.axes[0], Axis(size, 1)))
 
     def step(self, how: str, arguments: Sequence[ast.expr]) -> View:
-        """Return the view that a method gives."""
-        reshaped: View | None = None
+        """Return the view that a method gives.
+
+        A reshape makes two axes of the only one, adds an axis of one element behind all, or makes
+        one of all axes but the first: these lie behind each other, or the current dialect has no
+        such view either.
+        """
+        sizes = [axis.size for axis in self.axes]
         match how, arguments:
             case "reshape_dim", [place, ast.Tuple([_, _] as parts)]:
-                reshaped = self.split(_constant(place), parts)
+                return self.split(_constant(place), parts)
             case "permute", [ast.Tuple(order)]:
                 axes = [self.axes[_constant(place)] for place in order]
-                reshaped = dataclasses.replace(self, axes=tuple(axes))
+                return dataclasses.replace(self, axes=tuple(axes))
             case "select", [place, index]:
-                indices: list[Any] = [ast.Slice(ast.Constant(0), axis.size) for axis in self.axes]
+                indices: list[Any] = [ast.Slice(ast.Constant(0), size) for size in sizes]
                 indices[_constant(place)] = index
-                reshaped = self.at(indices)
-            case "reshape", [ast.Tuple(shape)]:
-                reshaped = self.reshaped(shape)
+                return self.at(indices)
             case "broadcast", [place, size]:
-                sizes = [axis.size for axis in self.axes]
                 sizes[_constant(place)] = size
-                reshaped = dataclasses.replace(self, spread=ast.Tuple(sizes, ast.Load()))
-        if reshaped is None:
-            raise no_beta1_form(f"the view .{how}({', '.join(map(text, arguments))})")
-        return reshaped
+                return dataclasses.replace(self, spread=ast.Tuple(sizes, ast.Load()))
+            case "reshape", [ast.Tuple([_, _] as parts)] if len(sizes) == 1:
+                return self.split(0, parts)
+            case "reshape", [ast.Tuple([*parts, ast.Constant(1) as one])] if len(parts) == len(
+                sizes
+            ) and all(map(same, sizes, parts)):
+                return dataclasses.replace(self, axes=(*self.axes, Axis(one)))
+            case "reshape", [ast.Tuple([rows, size])] if (
+                len(sizes) > 2 and self.plain and same(sizes[0], rows)
+            ):
+                return self._merged(size)
+        raise no_beta1_form(f"the view .{how}({', '.join(map(text, arguments))})")
 
     @property
     def plain(self) -> bool:
@@ -159,32 +212,21 @@ class View:
 
     def spelled(self) -> ast.expr:
         """Return the view as a subscript."""
-        indices = list(self.indices)
-        if self.plain:
-            for axis in self.axes:
-                assert axis.dimension is not None  # of no plain view
-                start = indices[axis.dimension]
-                if not _is_slice(start):
-                    indices[axis.dimension] = ast.Slice(start, plus(start, axis.size))
-            return subscript(self.base, indices)
-        indices = list(map(_start, indices))
+        indices, plain = list(self.starts), self.plain
         for place, axis in enumerate(self.axes):
-            if axis.dimension is not None:
+            if axis.dimension is None:
+                continue
+            start = indices[axis.dimension]
+            if plain:
+                indices[axis.dimension] = ast.Slice(start, plus(start, axis.size))
+            else:
                 step = times(axis.factor, along(axis.size, place, len(self.axes)))
-                indices[axis.dimension] = plus(indices[axis.dimension], step)
-        if len(indices) > 1:
+                indices[axis.dimension] = plus(start, step)
+        if plain or len(indices) > 1:
             return subscript(self.base, indices)
         # Beta 1 indexes a tensor of one dimension as a row of two
         row = quoted("base.reshape((1, base.shape[0]))", base=self.base)
         return subscript(row, [ast.Constant(0), *indices])
-
-
-def _is_slice(index: Any) -> bool:
-    return isinstance(index, ast.Slice)
-
-
-def _start(index: Any) -> Any:
-    return index.lower if _is_slice(index) else index
 
 
 def along(size: ast.expr, place: int, rank: int) -> ast.expr:
