@@ -83,10 +83,8 @@ def promote(first: DType, second: DType) -> DType:
     if widened is not None:
         return widened
     a, b = (dtypes.uint8 if kind.kind == "bool" else kind for kind in (first, second))
-    if (a.kind == "float") != (b.kind == "float"):
-        return a if a.kind == "float" else b
-    if a.kind == "float":
-        return a if _FLOAT_RANK.get(a, 1) >= _FLOAT_RANK.get(b, 1) else b
+    if "float" in (a.kind, b.kind):
+        return max(a, b, key=lambda kind: _FLOAT_RANK.get(kind, int(kind.kind == "float")))
     return dtypes.find(np.promote_types(a.numpy, b.numpy)) or dtypes.float32
 
 

@@ -331,10 +331,6 @@ def _copy(name: str, src: Any, dtype: Any = None, mask: Any = None) -> Tensor:
     return instructions.NAMES["tensor_copy"](src, dtype=dtype, mask=mask)
 
 
-def _transpose(name: str, x: Any, dtype: Any = None, mask: Any = None) -> Tensor:
-    return transposed(name, x, engine.unknown, dtype, mask)
-
-
 def _matmul(name: str, x: Any, y: Any, transpose_x: bool = False, mask: Any = None) -> Tensor:
     if not transpose_x:
         turned = transposed(name, tensor(name, "x", x), engine.unknown)
@@ -375,23 +371,17 @@ def _loop_reduce(
     tile = tensor(name, "x", x)
 
     def update(dst: NkiTensor, part: Part) -> None:
-        if _untouched(dst):
-            ISSUE["tensor_copy"](dst, tile.tile(part))
-        else:
+        storage, place = dst.storage, (dst.offset, dst.shape)
+        begun = None if storage.allocation.first_index >= 0 else set[Any]()
+        places = session().reductions.setdefault(storage.identity, begun)
+        if places is None or place in places:
             ISSUE["tensor_tensor"](dst, dst, tile.tile(part), op)
+        else:
+            ISSUE["tensor_copy"](dst, tile.tile(part))
+            places.add(place)
 
     kind = asked(dtype, tile.kind)
     return result(tile.shape, kind, None, mask=mask, exact=True, update=update)
-
-
-def _untouched(dst: NkiTensor) -> bool:
-    """Return whether no reduction has written dst, and nothing its tensor before the first one."""
-    storage, place = dst.storage, (dst.offset, dst.shape)
-    begun = storage.allocation.first_index >= 0, set[Any]()
-    written_before, places = session().reductions.setdefault(storage.identity, begun)
-    fresh = not written_before and place not in places
-    places.add(place)
-    return fresh
 
 
 def _static_cast(name: str, input_data: Any, dtype: Any) -> Any:
@@ -447,7 +437,8 @@ def _reduced(op: str, name: str, x: Any, **given: Any) -> Tensor:
 
 
 _OWN: dict[str, Body] = {
-    "copy": _copy, "transpose": _transpose, "matmul": _matmul, "static_cast": _static_cast,
+    "copy": _copy, "matmul": _matmul, "static_cast": _static_cast,
+    "transpose": lambda name, x, **given: transposed(name, x, engine.unknown, **given),
     "reciprocal": lambda name, x, **given: instructions.NAMES["reciprocal"](x, **given),
     "loop_reduce": _loop_reduce, "ndarray": _created, "full": _full,
     "zeros": functools.partial(_created, value=0), "ones": functools.partial(_created, value=1),

@@ -105,8 +105,8 @@ class Session:
     program, grid: this program's place in the launch grid.
     lent: results that took the tile that they were assigned to, while the kernel holds them; by
         their identity.
-    reductions: by storage, whether something was written there before nl.loop_reduce, and the
-        places that this has written.
+    reductions: by storage, the places that nl.loop_reduce has written; None where something was
+        written there before it.
     read_only: names of parameters that the kernel may not write, by storage.
     """
 
@@ -117,7 +117,7 @@ class Session:
     lent: weakref.WeakValueDictionary[int, Tensor] = dataclasses.field(
         default_factory=weakref.WeakValueDictionary
     )
-    reductions: dict[int, tuple[bool, set[Any]]] = dataclasses.field(default_factory=dict)
+    reductions: dict[int, set[Any] | None] = dataclasses.field(default_factory=dict)
     read_only: dict[int, str] = dataclasses.field(default_factory=dict)
 
     def flush(self) -> Session:
@@ -249,7 +249,10 @@ class Tensor:
             return Tensor(self.shape, self.kind, self.memory, self.place, self.outside)
         spans = [_span(k, size) for k, size in zip(given, self.shape, strict=True)]
         if self.memory == "hbm" and any(map(_leaves, spans, self.shape)):
-            return self._beyond(spans)
+            # a mask has to cut it: each slice has an axis of its own
+            axes = iter(mgrid[tuple(span for span in spans if isinstance(span, slice))])
+            lines = [next(axes) if isinstance(span, slice) else span for span in spans]
+            return self._part([_line(self, key, dim) for dim, key in enumerate(lines)])
         view, axis = self.tile()[tuple(given)], 0
         for k in keys:
             if k is None:
@@ -257,12 +260,6 @@ class Tensor:
             rows = axis == 0 and self.memory != "hbm"  # an index of partitions leaves one
             axis += k is None or rows or isinstance(k, (slice, DynamicSlice))
         return Tensor.of(view)
-
-    def _beyond(self, spans: list[Any]) -> Tensor:
-        """Return a part that slices leave, which a mask has to cut: each has an axis of its own."""
-        lines = iter(mgrid[tuple(span for span in spans if isinstance(span, slice))])
-        keys = [next(lines) if isinstance(span, slice) else span for span in spans]
-        return self._part([_line(self, key, dim) for dim, key in enumerate(keys)])
 
     def _masked(self, mask: Mask | bool) -> Tensor:
         """Return a tile with an operand mask."""
