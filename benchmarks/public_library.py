@@ -215,7 +215,6 @@ def draw_blocks_at_once(generators: types.ModuleType) -> None:
 def library_modules(library: Path) -> PrivateModules:
     """Return the library's modules, with stand-ins for what its tests take from elsewhere."""
     private = TestModules([library, library / "src"])
-    private.shadows = frozenset({"test"})
     stand_ins: dict[str, Any] = {
         "neuron_dtypes": neuron_dtypes(),
         "test.utils.test_orchestrator": types.SimpleNamespace(Orchestrator=Orchestrator),

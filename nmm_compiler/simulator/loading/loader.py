@@ -25,16 +25,6 @@ _CACHE: dict[Path, tuple[PrivateModules, types.ModuleType]] = {}
 _MODULES_KEPT = 64
 
 
-def package_of(path: Path) -> tuple[Path, str]:
-    """Return (search root, dotted module name) of a file, from the `__init__.py` beside it."""
-    parts = [path.stem] if path.name != "__init__.py" else []
-    folder = path.parent
-    while (folder / "__init__.py").is_file():
-        parts.insert(0, folder.name)
-        folder = folder.parent
-    return folder, ".".join(parts) or path.stem
-
-
 def load_file(path: Path) -> types.ModuleType:
     """Return the private module of a kernel file; loaded once until a file changes."""
     path = path.resolve()
@@ -43,9 +33,13 @@ def load_file(path: Path) -> types.ModuleType:
     known = _CACHE.get(path)
     if known is not None and known[0].fresh():
         return known[1]
-    root, name = package_of(path)
-    roots = [root] if root == path.parent else [root, path.parent]
-    private = PrivateModules(roots)
+    parts = [path.stem] if path.name != "__init__.py" else []
+    root = path.parent
+    while (root / "__init__.py").is_file():
+        parts.insert(0, root.name)
+        root = root.parent
+    name = ".".join(parts) or path.stem
+    private = PrivateModules(list(dict.fromkeys((root, path.parent))))
     module = private.load(name)
     if module is None or getattr(module, "__file__", None) != str(path):
         module = private.execute(path, name)

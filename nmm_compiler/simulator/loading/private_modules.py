@@ -38,16 +38,12 @@ def _stamp(path: Path) -> tuple[int, int] | None:
 
 
 class PrivateModules:
-    """The private modules of some search roots.
-
-    shadows: names of the standard library that the roots may replace.
-    """
+    """The private modules of some search roots."""
 
     def __init__(self, roots: list[Path]) -> None:
         self.roots = roots
         self.modules: dict[str, types.ModuleType] = {}
         self.stamps: dict[Path, tuple[int, int] | None] = {}
-        self.shadows: frozenset[str] = frozenset()
         self.builtins = dict(vars(builtins))
         self.builtins["__import__"] = self.import_module
         self.changed = {
@@ -133,26 +129,27 @@ class PrivateModules:
         if level:
             package = (globals or {}).get("__package__") or ""
             dots = "." * (level if package else level - 1)  # a file without a package is its own
-            full = importlib.util.resolve_name(dots + name, package) if dots else name
-            module = self.load(full)
-            if module is None:
-                raise ModuleNotFoundError(f"no module {full!r} under {self.roots}", name=full)
-            return self._with_fromlist(module, full, fromlist)
-        top = name.partition(".")[0]
-        if name in self.changed:
+            name = importlib.util.resolve_name(dots + name, package) if dots else name
+        elif name in self.changed:
             return self.changed[name]
-        if beta1.stands_in(name):
+        elif beta1.stands_in(name):
             if globals is not None and name not in _ANNOTATIONS:
                 globals[BETA_1] = True
             return beta1.import_module(name, fromlist)
-        if top == "nki":
+        top = name.partition(".")[0]
+        if top == "nki" and not level:
             found = standins.find(name)
             return found if fromlist else standins.find(top)
-        if (top not in _STDLIB or top in self.shadows) and top != "nmm_compiler":
-            module = self.load(name)
-            if module is not None:
-                return self._with_fromlist(module, name, fromlist) if fromlist else self.load(top)
-        return builtins.__import__(name, globals, locals, fromlist, 0)
+        elsewhere = not level and (top in _STDLIB or top == "nmm_compiler")
+        module = None if elsewhere else self.load(name)
+        if module is None:
+            if level:
+                raise ModuleNotFoundError(f"no module {name!r} under {self.roots}", name=name)
+            return builtins.__import__(name, globals, locals, fromlist, 0)
+        for item in fromlist or ():
+            if hasattr(module, "__path__") and item != "*" and not hasattr(module, item):
+                self.load(f"{name}.{item}")
+        return module if fromlist else self.load(top)
 
     def _import_by_name(self, name: str, package: str | None = None) -> Any:
         """Do importlib.import_module."""
@@ -167,13 +164,6 @@ class PrivateModules:
             if vars(module) is namespace:
                 return module
         return inspect.getmodule(thing, filename)
-
-    def _with_fromlist(self, module: types.ModuleType, name: str, fromlist: Any) -> Any:
-        if hasattr(module, "__path__"):
-            for item in fromlist or ():
-                if item != "*" and not hasattr(module, item):
-                    self.load(f"{name}.{item}")
-        return module
 
 
 def _changed(module: types.ModuleType, **names: Any) -> types.ModuleType:
