@@ -136,10 +136,9 @@ def ndarray(
         shape = (1,)
     place = kernel_frame()
     if not name:
-        found = machine.names.get(place)
-        if found is None:
-            found = machine.names[place] = assigned_name(*place)
-        name = found or memory
+        if place not in machine.names:
+            machine.names[place] = assigned_name(*place)
+        name = machine.names[place] or memory
     if buffer is shared_hbm:
         return machine.programs.shared(machine, name, shape, kind, buffer)
     storage = Storage(machine, name, buffer, memory, shape, kind, address, line=place[1])
@@ -298,14 +297,13 @@ def shared_identity_matrix(
     machine = current()
     kind = kind_of(dtype)
     key = (n, str(kind))
-    known = machine.identities.get(key)
-    if known is None:
+    if key not in machine.identities:
         with of_the_whole_program(machine):
-            known = ndarray((n, n), kind, sbuf, f"identity_{kind}_{n}")
-            dma_copy(known, identity(machine, n, kind))
-        known.storage.constant = True
-        known = machine.identities[key] = make_tensor(known.storage)
-    if dst is not None:
-        tensor_copy(dst, known)
-        return dst
-    return known
+            made = ndarray((n, n), kind, sbuf, f"identity_{kind}_{n}")
+            dma_copy(made, identity(machine, n, kind))
+        made.storage.constant = True
+        machine.identities[key] = make_tensor(made.storage)
+    if dst is None:
+        return machine.identities[key]
+    tensor_copy(dst, machine.identities[key])
+    return dst

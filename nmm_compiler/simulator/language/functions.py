@@ -189,14 +189,12 @@ def where(condition: Any, x: Any, y: Any, dtype: Any = None) -> NkiTensor:
     result = new_tile(tile, dtype, condition.shape)
     mask = NAMES["not_equal"](condition, 0.0, dtype="uint8")
     for value, reverse in ((y, True), (x, False)):
-        if not isinstance(value, NkiTensor):
-            elementwise.tensor_copy_predicated(result, value, mask, reverse)
-            continue
-        source = stretch("where", value, condition.shape)
-        if source.dtype != result.dtype:
-            converted = new_tile(result)
-            elementwise.tensor_copy(converted, source)
-            source = converted
+        source = value
+        if isinstance(value, NkiTensor):
+            source = stretch("where", value, condition.shape)
+            if source.dtype != result.dtype:
+                source = new_tile(result)
+                elementwise.tensor_copy(source, stretch("where", value, condition.shape))
         elementwise.tensor_copy_predicated(result, source, mask, reverse)
     return result
 
@@ -428,27 +426,20 @@ def full(shape: Any, fill_value: Any, dtype: Any, buffer: Any = sbuf, name: str 
     """Return a tensor filled with a constant."""
     tensor = ndarray(shape, dtype, buffer, name)
     value = int(fill_value) if tensor.dtype.kind in ("int", "bool") else fill_value
-    if tensor.memory == "hbm":
-        _fill_hbm(tensor, value)
-    else:
+    if tensor.memory != "hbm":
         elementwise.memset(tensor, value)
-    return tensor
-
-
-def _fill_hbm(tensor: NkiTensor, value: Any) -> None:
-    """Fill HBM from a constant tile, 128 partitions at a time."""
-    flat = tensor.reshape((tensor.size,))
-    width = min(tensor.size, 2048)
-    rows = min(128, max(tensor.size // width, 1))
+        return tensor
+    flat, width = tensor.reshape((tensor.size,)), min(tensor.size, 2048)
+    rows = min(tensor.size // width, 128)
     tile = ndarray((rows, width), tensor.dtype, sbuf, "")
     elementwise.memset(tile, value)
-    done = 0
-    while done < tensor.size:
-        left = tensor.size - done
-        whole = left >= rows * width
-        count = rows * width if whole else min(left, width)
-        dma.dma_copy(flat[done : done + count], tile if whole else tile[0:1, 0:count])
-        done += count
+    whole = tensor.size // tile.size * tile.size
+    for start in range(0, whole, tile.size):
+        dma.dma_copy(flat[start : start + tile.size], tile)
+    for start in range(whole, tensor.size, width):
+        left = min(tensor.size - start, width)
+        dma.dma_copy(flat[start : start + left], tile[0:1, 0:left])
+    return tensor
 
 
 @exported
