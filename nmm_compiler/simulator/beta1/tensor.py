@@ -205,6 +205,17 @@ class Tensor:
         self.shape, self.kind, self.memory = other.shape, other.kind, other.memory
         self.place, self.outside, self.pending = other.place, other.outside, None
 
+    def separate(self) -> None:
+        """Copy a result that has the memory of the tile that it was assigned to.
+
+        `x = nl.exp(a); t[...] = x` is one instruction, and x is t's memory from then on: until one
+        of the two is written.
+        """
+        if session().lent.pop(id(self), None) is not None:
+            copied = ndarray(self.shape, self.kind, psum if self.memory == "psum" else sbuf)
+            tensor_copy(copied, self.tile())
+            self.become(Tensor.of(copied))
+
     def tile(self, box: Part = True) -> NkiTensor:
         """Return the simulator's view of this tile, or of a box of it: (start, stop) per dimension.
 
@@ -234,6 +245,13 @@ class Tensor:
     # Indexing
 
     def __getitem__(self, key: Any) -> Any:
+        """Return the part that a key selects; of a result, it has the memory that this has."""
+        part, lent = self._at(key), session().lent
+        if id(self) in lent:
+            lent[id(part)] = part
+        return part
+
+    def _at(self, key: Any) -> Tensor:
         """Return the part that a key selects: slices and integers, or index expressions."""
         if isinstance(key, (Mask, bool)):
             return self._masked(key)
@@ -316,6 +334,7 @@ class Tensor:
         return Tensor.of(view.over(dims, view.offset + sum(starts), choice), outside)
 
     def __setitem__(self, key: Any, value: Any) -> None:
+        self.separate()
         assign(self[key], value)
 
     # Views
@@ -559,7 +578,9 @@ def asked(dtype: Any, kind: DType) -> DType:
 
 def written(dst: Tensor, box: Part = True) -> NkiTensor:
     """Return the view of a destination, and note that it is written."""
-    view, now = dst.tile(box), session()
+    now = session()
+    dst.separate()
+    view = dst.tile(box)
     name = now.read_only.get(view.storage.identity)
     if name is not None:
         raise fail(
@@ -567,16 +588,9 @@ def written(dst: Tensor, box: Part = True) -> NkiTensor:
             f"parameter {name!r} is written (err_cannot_update_immutable_parameter); annotate it "
             "as nt.mutable_tensor and return it, or write to an nl.shared_hbm tensor",
         )
-    # `x = nl.exp(a); t[...] = x` is one instruction, and x is t's memory from then on: until
-    # something else is written there
     for tile in list(now.lent.values()):
-        old = tile.tile()
-        if old.storage is view.storage:
-            del now.lent[id(tile)]
-            if tile is not dst:
-                copied = ndarray(tile.shape, tile.kind, psum if tile.memory == "psum" else sbuf)
-                tensor_copy(copied, old)
-                tile.become(Tensor.of(copied))
+        if tile.tile().storage is view.storage:
+            tile.separate()
     return view
 
 

@@ -97,6 +97,21 @@ EXACTLY = {
         return out(x), out(t)
         """, (A,), (-A, 1 - A),
     ),
+    "a result is written, and the tile that it was assigned to is not": (
+        """
+        t = nl.ndarray((128, 256), dtype=nl.float32, buffer=nl.sbuf)
+        u = nl.ndarray((128, 256), dtype=nl.float32, buffer=nl.sbuf)
+        x = nl.negative(nl.load(a))
+        t[...] = x
+        x[:, 0:128] = 0.0
+        x[:, 0:64] += 3.0
+        y = nl.negative(nl.load(a))
+        u[...] = y
+        y[:, 0:256] += 1.0
+        z = y[:, 0:4]
+        return out(x[:, 60:68]), out(t), out(y), out(u), out(z)
+        """, (A,), (np.repeat([[3.0] * 4 + [0.0] * 4], 128, 0), -A, 1 - A, -A, 1 - A[:, :4]),
+    ),
     "a tile shifted into itself goes through another": (
         """
         t = nl.load(a)
