@@ -56,10 +56,10 @@ def bars(
         body.append(label(axis.start - 6, top + 14, name, "end"))
         start = 0.0
         for key, value, colour in zip(keys, values, colours(len(keys)), strict=True):
-            left, start = axis.at(start), start + value
+            begin, start = axis.at(start), start + value
             said = hint(f"{name}, {key}: {value:.4g} {unit}")
             body.append(
-                f'<rect x="{left}" y="{top}" width="{round(axis.at(start) - left, 2)}" '
+                f'<rect x="{begin}" y="{top}" width="{round(axis.at(start) - begin, 2)}" '
                 f'height="18" fill="var({colour})">{said}</rect>'
             )
         body.append(label(axis.at(start) + 6, top + 14, total))
