@@ -20,7 +20,7 @@ from torch import nn
 from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.errors import ModelError, OptionTypeError, closest
 from nmm_compiler.kernels.linear.corrected import reads_as_stored
-from nmm_compiler.kernels.packed_formats import MX, check_blocks
+from nmm_compiler.kernels.packed_formats import check_blocks
 from nmm_compiler.lowrank_models import experts, hf
 from nmm_compiler.lowrank_models import ranks as allocation
 from nmm_compiler.lowrank_models.calibrate import Statistics, as_batches, collect
@@ -35,15 +35,15 @@ from nmm_compiler.lowrank_models.factorize import (
     spectrum,
 )
 from nmm_compiler.lowrank_models.modules import LowRankLinear, put
-from nmm_compiler.lowrank_models.moments import Moments, regularize
+from nmm_compiler.lowrank_models.moments import Moments, SecondMoment, regularize
 from nmm_compiler.lowrank_models.predicted_time import JUDGE, Prices, kernel_prices
 from nmm_compiler.lowrank_models.progress import steps
 from nmm_compiler.lowrank_models.quantize import (
     QuantizedLinear,
+    empty_layer,
     make_layer,
     residual,
     rounded_beside,
-    stored_bytes,
 )
 from nmm_compiler.lowrank_models.report import CompressionReport, LayerReport
 from nmm_compiler.lowrank_models.select import Patterns, Site, find_sites, matches
@@ -55,8 +55,10 @@ _SLOWER = "its call would be slower at any rank: kept dense"
 Losses = dict[str, list[float]]
 """Per layer, the loss of keeping rank 0, 1, 2, ... in a unit common to all."""
 Ranks = dict[str, int | None]
+Allocate = Callable[[Mapping[str, str]], Ranks]
+"""The ranks of all layers but some, which stay dense for the reasons given."""
 Notes = dict[str, tuple[str, bool]]
-"""Per layer, what to say of its rank, and whether the ratio is over this layer, too."""
+"""Per layer, why it has no rank, and whether the ratio is over this layer, too."""
 
 
 def compress(model: nn.Module, ratio: float | None = None, **keywords: Any) -> CompressionReport:
@@ -89,12 +91,47 @@ def compress(model: nn.Module, ratio: float | None = None, **keywords: Any) -> C
     hf.check_savable(model)
     started = time.monotonic()
     before, held = count_parameters(model), count_bytes(model)
+    gradients = config.resolved_method == "two-sided"
+    given, first = config.calibration, None
+    statistics = given if isinstance(given, Statistics) else Statistics({}, {})
     experts.split(model)
     try:
-        return dataclasses.replace(
-            _compress(model, config),
+        sites, skipped = find_sites(model, config.include, config.exclude)
+        _check_sites(sites, config)
+        if given is not None and given is not statistics:
+            first, *_ = batches = as_batches(given)
+            whole = config.base is not None
+            statistics = collect(model, sites, batches, gradients=gradients, whole=whole)
+        if given is not None:
+            statistics.check(sites, gradients=gradients, base=config.base)
+        prices = None
+        # a model on the meta device whose ranks no price decides needs none
+        if config.base is None and not (sites[0].weight.is_meta and config.allow_slower):
+            layers = [allocation.Shape(site.name, site.k, site.n) for site in sites]
+            dtype = str(config.dtype or sites[0].weight.dtype).removeprefix("torch.")
+            prices = kernel_prices(model, layers, dtype, config, first)
+        plan, align = make_plan(sites, config, statistics, prices)
+        ranks = {layer.name: layer.rank for layer in plan}
+        by_name = {site.name: site for site in sites}
+        del sites  # else it keeps every dense weight in memory until the end
+        return CompressionReport(
+            method=config.resolved_method,
+            allocation=config.allocation,
+            align=align,
+            ratio=config.effective_ratio,
+            workload=() if prices is None else prices.timed(ranks),
+            layers=_carry_out(model, plan, by_name, config, statistics),
+            skipped=skipped,
             model_parameters_before=before,
+            model_parameters_after=count_parameters(model),
             model_bytes_before=held,
+            model_bytes_after=count_bytes(model),
+            calibration_tokens=statistics.tokens,
+            target=config.target,
+            priced=_multiplied_out(config) if prices is None else prices.note,
+            source="" if prices is None else JUDGE,
+            factors=config.factors or "",
+            base=config.base or "",
             seconds=time.monotonic() - started,
         )
     finally:
@@ -133,7 +170,7 @@ def calibrate(
     experts.split(model)
     try:
         sites, _ = find_sites(model, include, exclude)
-        check_base(config, sites)
+        _check_sites(sites, config)
         batches = as_batches(calibration)
         return collect(model, sites, batches, gradients=gradients, whole=base is not None)
     finally:
@@ -158,67 +195,25 @@ def _check_model(model: object) -> None:
         raise OptionTypeError("model", type(model).__name__, "a torch.nn.Module")
 
 
-def _compress(model: nn.Module, config: CompressionConfig) -> CompressionReport:
-    """Do what `compress` says, to a model whose stacked experts are split.
+def _check_sites(sites: Sequence[Site], config: CompressionConfig) -> None:
+    """Raise an error, naming the layer, for a weight that cannot become what config asks for.
 
-    The report lacks the model's parameters before, and the seconds, which the caller knows.
+    OptionTypeError where a model without weights is to be judged by its weights; ModelError for a
+    weight that is not finite; ShapeError where blocks of the base do not divide its inputs.
     """
-    sites, skipped = find_sites(model, config.include, config.exclude)
-    check_meta(config, sites)
-    check_base(config, sites)
     for site in sites:
+        for form in (config.base, config.factors) if config.base is not None else ():
+            if form is not None:
+                check_blocks(site.k, form, site.name)
         if not site.weight.is_meta:
             check_finite(site.weight, site.name)
-    gradients = config.resolved_method == "two-sided"
-    batches = statistics = None
-    if isinstance(config.calibration, Statistics):
-        statistics = config.calibration
-    elif config.calibration is not None:
-        batches = as_batches(config.calibration)
-        whole = config.base is not None
-        statistics = collect(model, sites, batches, gradients=gradients, whole=whole)
-    if statistics is not None:
-        statistics.check(sites, gradients=gradients, base=config.base)
-    prices = _prices(model, sites, config, batches)
-    plan, align = make_plan(sites, config, statistics, prices)
-    chosen = {layer.name: layer.rank for layer in plan}
-    timed = () if prices is None else prices.timed(chosen)
-    by_name = {site.name: site for site in sites}
-    del sites, site  # else they keep every dense weight in memory until the end
-    return CompressionReport(
-        method=config.resolved_method,
-        allocation=config.allocation,
-        align=align,
-        ratio=config.effective_ratio,
-        layers=_carry_out(model, plan, by_name, config, statistics),
-        skipped=skipped,
-        model_parameters_after=count_parameters(model),
-        model_bytes_after=count_bytes(model),
-        calibration_tokens=0 if statistics is None else statistics.tokens,
-        target=config.target,
-        workload=timed,
-        priced=_multiplied_out(config) if prices is None else prices.note,
-        source="" if prices is None else JUDGE,
-        factors=config.factors or "",
-        base=config.base or "",
-    )
-
-
-def _prices(
-    model: nn.Module, sites: Sequence[Site], config: CompressionConfig, batches: list[Any] | None
-) -> Prices | None:
-    """Return the prices of the sites; None for a dtype or a base without kernels.
-
-    A model on the meta device whose ranks no price decides needs none either.
-    """
-    if config.base is not None:
-        return None
-    if sites[0].weight.is_meta and config.allow_slower:
-        return None
-    layers = [allocation.Shape(site.name, site.k, site.n) for site in sites]
-    dtype = str(config.dtype or sites[0].weight.dtype).removeprefix("torch.")
-    first = None if batches is None else batches[0]
-    return kernel_prices(model, layers, dtype, config.passes, config.target, first, config.factors)
+        elif config.allocation == "global":
+            raise OptionTypeError(
+                "base" if config.calibration is None else "calibration",
+                "given",
+                "neither calibration nor a ratio with base= for a model on the meta "
+                "device, which has shapes and no weights",
+            )
 
 
 def _multiplied_out(config: CompressionConfig) -> str:
@@ -234,7 +229,7 @@ def _carry_out(
     plan: Sequence[LayerReport],
     by_name: dict[str, Site],
     config: CompressionConfig,
-    statistics: Statistics | None,
+    statistics: Statistics,
 ) -> tuple[LayerReport, ...]:
     """Factorize and replace each layer, emptying by_name; an interrupt says how far it got."""
     done: list[LayerReport] = []
@@ -243,11 +238,10 @@ def _carry_out(
             for layer in plan:
                 step(f"factorizing {layer.name}", len(done), len(plan))
                 site = by_name.pop(layer.name)
-                made = layer
                 if layer.rank is not None:
                     with one_thread(site.k * site.n):
-                        made = _replace(model, site, layer, layer.rank, config, statistics)
-                done.append(made)
+                        layer = _replace(model, site, layer, layer.rank, config, statistics)
+                done.append(layer)
         except KeyboardInterrupt as interrupt:
             interrupt.add_note(f"compress: {len(done)} of {len(plan)} layers are done")
             raise
@@ -260,7 +254,7 @@ def _replace(
     layer: LayerReport,
     rank: int,
     config: CompressionConfig,
-    statistics: Statistics | None,
+    statistics: Statistics,
 ) -> LayerReport:
     """Put factors, a base or both in the place of a linear; return its report with the errors."""
     weight, dtype = site.weight, config.dtype or site.weight.dtype
@@ -268,7 +262,6 @@ def _replace(
     base, target = None, weight
     if config.base is not None:
         base = rounded_beside(weight, config.base, rank, moments, site.name)
-        layer = dataclasses.replace(layer, base=base.format)
         target = weight if weight.is_meta else residual(weight, base)
     up, down = (weight.new_zeros(shape, dtype=dtype) for shape in ((site.n, rank), (rank, site.k)))
     if rank and not weight.is_meta:
@@ -279,54 +272,33 @@ def _replace(
     made = make_layer(down.requires_grad_(wants), up.requires_grad_(wants), bias, base,
                       config.factors)  # fmt: skip
     put(model, site.names, made.train(site.module.training))
+    stored = count_bytes(made) - (0 if bias is None else bias.nbytes)
+    layer = dataclasses.replace(layer, bytes=stored, base=config.base or "")
     if weight.is_meta:
         return layer
     if isinstance(made, LowRankLinear):
         up, down = made.up.weight, made.down.weight
-    inputs = None if statistics is None else statistics.inputs.get(site.name)
-    inputs = inputs if inputs is not None and inputs.tokens else None
-    inside = None
+    inputs, inside = statistics.inputs_of(site), None
     if rank and inputs is not None and inputs.carried:
         inside = scaled_coefficients(factors, down)
-    weight_error, output_error = measure(
-        weight, up.detach(), down.detach(), inputs, inside, None if base is None else target
-    )
-    return dataclasses.replace(layer, weight_error=weight_error, output_error=output_error)
+    errors = measure(weight, up.detach(), down.detach(), inputs, inside, target)
+    return dataclasses.replace(layer, weight_error=errors[0], output_error=errors[1])
 
 
 # -- which rank every matrix gets -----------------------------------------------------------------
 
 
-def check_meta(config: CompressionConfig, sites: Sequence[Site]) -> None:
-    """Raise OptionTypeError where a model without weights is to be judged by its weights."""
-    if any(site.weight.is_meta for site in sites) and config.allocation == "global":
-        name = "base" if config.calibration is None else "calibration"
-        raise OptionTypeError(
-            name,
-            "given",
-            "neither calibration nor a ratio with base= for a model on the meta "
-            "device, which has shapes and no weights",
-        )
-
-
-def check_base(config: CompressionConfig, sites: Sequence[Site]) -> None:
-    """Raise OptionTypeError or ShapeError, naming the layer, for what has no such base."""
-    form = config.base
-    for site in sites if form is not None else ():
-        check_blocks(site.k, str(form), site.name)
-
-
-def moments_of(site: Site, method: str, statistics: Statistics | None) -> Moments:
+def moments_of(site: Site, method: str, statistics: Statistics) -> Moments:
     """Return the regularized moments a method weighs a site's error with."""
-    inputs = None if statistics is None else statistics.inputs.get(site.name)
-    if statistics is None or inputs is None or not inputs.tokens:
-        return Moments()  # no data, or an expert that no token reached
+    inputs = statistics.inputs_of(site)
+    if inputs is None:
+        return Moments()
     gradient = statistics.gradients.get(site.name) if method == "two-sided" else None
     return Moments(regularize(inputs), None if gradient is None else regularize(gradient))
 
 
 def losses_of(
-    sites: Sequence[Site], method: str, statistics: Statistics | None, base: str | None = None
+    sites: Sequence[Site], method: str, statistics: Statistics, base: str | None = None
 ) -> Losses:
     """Return the losses of these sites by group.
 
@@ -338,85 +310,84 @@ def losses_of(
     with steps("measuring spectra") as step:
         for i, site in enumerate(sites):
             step(f"measuring {site.name}", i, len(sites))
+            inputs = statistics.inputs_of(site)
             moments = moments_of(site, method, statistics).to(site.weight.device)
             tail = torch.zeros(min(site.n, site.k) + 1, dtype=torch.float64)
-            if statistics is None or moments.inputs is not None:
+            if inputs is not None or not statistics.inputs:  # else no token reached this expert
                 lost = site.weight
                 if base is not None:
                     lost = residual(lost, QuantizedLinear.of(lost, base))
                 squares = spectrum(lost, moments, site.name)
                 tail = torch.cat([squares.flip(0).cumsum(0).flip(0), squares.new_zeros(1)])
-                if moments.gradients is not None and statistics is not None:
-                    tail *= 0.5 * statistics.inputs[site.name].tokens
+                if moments.gradients is not None and inputs is not None:
+                    tail *= 0.5 * inputs.tokens
                 elif tail[0] > 0:
-                    tail /= tail[0].clone() if base is None else _squared_norm(site, statistics)
+                    tail /= tail[0].clone() if base is None else _squared_norm(site, inputs)
             before = losses.get(site.group, [0.0] * len(tail))
             losses[site.group] = [a + b for a, b in zip(before, tail.tolist(), strict=True)]
     return losses
 
 
-def _squared_norm(site: Site, statistics: Statistics | None) -> float:
+def _squared_norm(site: Site, inputs: SecondMoment | None) -> float:
     """Return |W A^1/2|_F^2 of a weight, or |W|_F^2 without calibration."""
-    moment = None if statistics is None else statistics.inputs[site.name]
     wide = site.weight.double()
-    weighted = wide if moment is None else wide @ moment.mean.to(wide.device)
+    weighted = wide if inputs is None else wide @ inputs.mean.to(wide.device)
     return float((weighted * wide).sum())
 
 
-def shape_of(site: Site, config: CompressionConfig) -> allocation.Shape:
+def _shape_of(site: Site, config: CompressionConfig) -> allocation.Shape:
     """Return a site as a matrix to allocate a rank for; with a base in units of 16 bits."""
+    shape = allocation.Shape(site.name, site.k, site.n)
     if config.base is None:
-        return allocation.Shape(site.name, site.k, site.n)
-    none, some = (layer_bytes(site, rank, config) for rank in (0, 32))
-    scales = _factor_bytes(site, 0, config)
-    unit = (some - none - scales) / 32 / (site.k + site.n)
-    return allocation.Shape(site.name, site.k, site.n, base=(none + scales) / 2, unit=unit / 2)
-
-
-def layer_bytes(site: Site, rank: int | None, config: CompressionConfig) -> int:
-    """Return the bytes of a layer's matrices with their scales; rank None for a dense one."""
-    dtype = site.weight.dtype
-    if rank is None:
-        return stored_bytes(site.n, site.k, None, dtype)
-    base = 0
-    if config.base is not None:
-        base = stored_bytes(site.n, site.k, config.base, dtype)
-    return base + (_factor_bytes(site, rank, config) if rank else 0)
-
-
-def _factor_bytes(site: Site, rank: int, config: CompressionConfig) -> int:
-    dtype = config.dtype or site.weight.dtype
-    down = stored_bytes(rank, site.k, config.factors, dtype)
-    if config.factors == "fp8" and config.base in MX:  # its scales are those of the rank
-        return down + stored_bytes(rank, site.n, config.factors, dtype)
-    return down + stored_bytes(site.n, rank, config.factors, dtype)
+        return shape
+    dtypes = site.weight.dtype, config.dtype or site.weight.dtype
+    some, twice = (
+        count_bytes(empty_layer(site.n, site.k, rank, config.base, config.factors, dtypes))
+        for rank in (32, 64)
+    )
+    # what 32 more ranks take; the scales of v are there at any rank
+    unit = (twice - some) / 32 / (site.k + site.n)
+    return dataclasses.replace(shape, base=(some - (twice - some)) / 2, unit=unit / 2)
 
 
 def make_plan(
     sites: Sequence[Site],
     config: CompressionConfig,
-    statistics: Statistics | None,
+    statistics: Statistics,
     prices: Prices | None,
 ) -> tuple[list[LayerReport], int]:
     """Return (each layer with its rank, None for dense; the tile of all ranks).
 
     Layers without gradients stay dense: the output does not depend on them, so the effect of an
-    error in them is unknown. So do layers that would be slower low-rank, by `prices`. Raises
-    ModelError when no legal ranks meet the ratio.
+    error in them is unknown. So do layers whose calls would be slower low-rank, by `prices`: what
+    they give up is spent again on the others.
+
+    Raises ModelError when no legal ranks meet the ratio, or all of them are slower than dense.
     """
     unused: list[Site] = []
-    if statistics is not None and config.resolved_method == "two-sided":
+    if config.resolved_method == "two-sided":
         used = {s.group for s in sites if s.name in statistics.gradients}
         unused = [site for site in sites if site.group not in used]
         sites = [site for site in sites if site.group in used]
     judge = None if config.allow_slower else prices
+    slow: dict[str, str] = {}
     if config.effective_ratio is None:
-        ranks, notes, align = *_explicit(sites, config, judge), config.align or 1
+        allocate, notes, align = *_explicit(sites, config), config.align or 1
     else:
-        ranks, notes, align = _budgeted(sites, config, statistics, judge, config.effective_ratio)
-    shares, slower = ({}, {}) if prices is None else (prices.shares(ranks), prices.slower(ranks))
+        allocate, notes, align = _budgeted(sites, config, statistics, judge, slow)
+    legal = {name for name, (note, _) in notes.items() if not note}
+    while True:
+        if legal and legal <= slow.keys():
+            raise _all_slower(len(legal), config)
+        ranks = allocate(slow)
+        found = {} if judge is None else judge.slower(ranks)
+        if not found:
+            break
+        slow |= found
+    notes |= {name: (why, False) for name, why in slow.items()}
     unused_note = "the model's output does not depend on it: kept dense"
     notes |= {site.name: (unused_note, False) for site in unused}
+    shares, slower = ({}, {}) if prices is None else (prices.shares(ranks), prices.slower(ranks))
     layers = []
     for site in (*sites, *unused):
         rank, (note, counted) = ranks.get(site.name), notes[site.name]
@@ -427,54 +398,75 @@ def make_plan(
         layers.append(
             LayerReport(
                 name=site.name, k=site.k, n=site.n, rank=rank, note=note, counted=counted,
-                bytes=layer_bytes(site, rank, config), dense_us=dense_us, us=us,
-                slower=site.name in slower,
+                bytes=site.weight.nbytes, dense_us=dense_us, us=us, slower=site.name in slower,
             )
         )  # fmt: skip
     return layers, align
 
 
+def _all_slower(layers: int, config: CompressionConfig) -> ModelError:
+    workload = ", ".join(
+        f"{tokens} token{'s' * (tokens != 1)} a call" + (f" ({weight:.0%})" if weight < 1 else "")
+        for _, tokens, weight in config.passes
+    )
+    return ModelError(
+        f"low rank is predicted to be slower than dense in all {layers} layers that "
+        f"have a rank, for {workload}; pass allow_slower=True for a smaller model all the "
+        "same, a larger ratio, or the workload= that the model serves"
+    )
+
+
 def _budgeted(
     sites: Sequence[Site],
     config: CompressionConfig,
-    statistics: Statistics | None,
+    statistics: Statistics,
     prices: Prices | None,
-    ratio: float,
-) -> tuple[Ranks, Notes, int]:
+    slow: dict[str, str],
+) -> tuple[Allocate, Notes, int]:
     """Return (ranks that meet a ratio, a note on each layer, the tile of the ranks).
 
-    Layers that share a rank, as the experts of one weight do, are one shape of the allocation.
+    Layers that share a rank, as the experts of one weight do, are one shape of the allocation. Adds
+    to slow those that no rank makes faster, as far as the closed form tells.
     """
-    shapes = [shape_of(site, config) for site in sites]
-    align = config.align or _BRANCH_ALIGN
-    if config.base is None:
-        align = config.align or allocation.choose_align(shapes, ratio)
-    uniform = config.allocation == "uniform"
+    ratio = cast(float, config.effective_ratio)
     members: dict[str, list[str]] = {}
+    first: dict[str, allocation.Shape] = {}
     for site in sites:
         members.setdefault(site.group, []).append(site.name)
-    first = {shape.name: shape for shape in shapes}
-    shared = [
-        dataclasses.replace(first[names[0]], name=name, count=len(names))
-        for name, names in members.items()
-    ]
-    ranks_of = {one.name: list(allocation.legal_ranks(one, align)) for one in shared}
+        if site.group not in first:
+            first[site.group] = _shape_of(site, config)
+    shapes = {
+        group: dataclasses.replace(first[group], name=group, count=len(names))
+        for group, names in members.items()
+    }
+    align = config.align or _BRANCH_ALIGN
+    if config.base is None:
+        align = config.align or allocation.choose_align([*shapes.values()], ratio)
+    ranks_of = {group: list(allocation.legal_ranks(one, align)) for group, one in shapes.items()}
+    none = f"no multiple of {align} is below break-even"
+    notes: Notes = {}
+    for group, names in members.items():  # a base alone is in the budget, a dense matrix is not
+        note = ("", True) if ranks_of[group] else (none, config.base is not None)
+        notes |= dict.fromkeys(names, note)
     losses: Losses = {}
-    slow: dict[str, str] = {}
-    if ratio and not uniform:
+    if ratio and config.allocation == "global":
         losses = losses_of(sites, config.resolved_method, statistics, config.base)
-        if prices is not None:
-            nominal = {name: _nominal(first[name], ranks_of[key], ratio)
-                       for key, names in members.items() for name in names}  # fmt: skip
-            for key, (name, *_) in members.items():
-                paying = [r for r in ranks_of[key] if prices.may_pay(name, r, nominal)]
-                if ranks_of[key] and not paying:
-                    slow |= dict.fromkeys(members[key], prices.slower(nominal).get(name, _SLOWER))
-                ranks_of[key] = paying or ranks_of[key]
+        nominal = {
+            name: shapes[group].nearest(ranks_of[group], ratio)
+            for group, names in members.items()
+            for name in names
+        }
+        for group, (name, *_) in members.items() if prices is not None else ():
+            assert prices is not None
+            paying = [rank for rank in ranks_of[group] if prices.may_pay(name, rank, nominal)]
+            if ranks_of[group] and not paying:
+                why = prices.slower(nominal).get(name, _SLOWER)
+                slow |= dict.fromkeys(members[group], why)
+            ranks_of[group] = paying or ranks_of[group]
 
-    def allocate(slow: Mapping[str, str]) -> Ranks:
-        left = [one for one in shared if members[one.name][0] not in slow]
-        if uniform:
+    def allocate(dense: Mapping[str, str]) -> Ranks:
+        left = [shape for group, shape in shapes.items() if members[group][0] not in dense]
+        if config.allocation == "uniform":
             found = allocation.allocate_uniform(left, ratio, align)
         else:
             found = allocation.allocate_global(
@@ -484,64 +476,15 @@ def _budgeted(
                 align,
                 permitted=lambda name, rank: not rank or rank in ranks_of[name],
             )
-        return {name: found.get(key) for key, names in members.items() for name in names}
+        return {name: found.get(group) for group, names in members.items() for name in names}
 
-    legal = {names[0] for key, names in members.items() if ranks_of[key]}
-    none = f"no multiple of {align} is below break-even"
-    notes = {  # a base alone is in the budget, and a matrix that stays dense is not
-        shape.name: ("", True)
-        if allocation.legal_ranks(shape, align)
-        else (none, shape.base is not None)
-        for shape in shapes
-    }
-    return *_none_slower(allocate, legal, slow, notes, prices), align
+    return allocate, notes, align
 
 
-def _nominal(shape: allocation.Shape, ranks: Sequence[int], ratio: float) -> int | None:
-    """Return the rank that a shape would have at the ratio, None where none is legal."""
-    ideal = (1 - ratio) * shape.k * shape.n / (shape.k + shape.n)
-    return min(ranks, key=lambda rank: abs(rank - ideal), default=None)
-
-
-def _none_slower(
-    allocate: Callable[[Mapping[str, str]], Ranks],
-    legal: set[str],
-    slow: dict[str, str],
-    notes: Notes,
-    prices: Prices | None,
-) -> tuple[Ranks, Notes]:
-    """Return (ranks, notes with why some layers stay dense): none makes its call slower than dense.
-
-    allocate: the ranks beside these slow layers. legal: layers that have a legal rank. What a slow
-    layer gives up is spent again on the others. Raises ModelError where all of them are slow.
-    """
-    while True:
-        if prices is not None and legal and legal <= slow.keys():
-            workload = ", ".join(
-                f"{tokens} token{'s' * (tokens != 1)} a call"
-                + (f" ({weight:.0%})" if weight < 1 else "")
-                for _, tokens, weight in prices.workload
-            )
-            raise ModelError(
-                f"low rank is predicted to be slower than dense in all {len(legal)} layers that "
-                f"have a rank, for {workload}; pass allow_slower=True for a smaller model all the "
-                "same, a larger ratio, or the workload= that the model serves"
-            )
-        ranks = allocate(slow)
-        found = {} if prices is None else prices.slower(ranks)
-        if not found:
-            return ranks, notes | {name: (why, False) for name, why in slow.items()}
-        slow = slow | found
-
-
-def _explicit(
-    sites: Sequence[Site], config: CompressionConfig, prices: Prices | None
-) -> tuple[Ranks, Notes]:
+def _explicit(sites: Sequence[Site], config: CompressionConfig) -> tuple[Allocate, Notes]:
     """Return the ranks that the user gave, with notes; each pattern must match something."""
-    ranks_given = config.given_ranks
-    given: Mapping[str, int] = (
-        {"*": ranks_given} if isinstance(ranks_given, int) else ranks_given or {}
-    )
+    asked = config.given_ranks
+    given: Mapping[str, int] = {"*": asked} if isinstance(asked, int) else asked or {}
     names = [name for site in sites for name in site.names]
     for pattern in given:
         if not any(matches(name, pattern) for name in names):
@@ -552,17 +495,11 @@ def _explicit(
     ranks: Ranks = {}
     notes: Notes = {}
     for site in sites:
-        rank = next(
-            (r for p, r in given.items() if any(matches(name, p) for name in site.names)), None
-        )
-        note = "no rank given: kept dense"
+        fitting = (r for p, r in given.items() if any(matches(name, p) for name in site.names))
+        rank, note = next(fitting, None), "no rank given: kept dense"
         if config.base is not None and not rank:
             rank, note = 0, ""
         elif rank is not None:
-            shape = shape_of(site, config)
-            rank, note = allocation.check_explicit(shape, rank, config.align)
+            rank, note = allocation.check_explicit(_shape_of(site, config), rank, config.align)
         ranks[site.name], notes[site.name] = rank, (note, True)
-    return _none_slower(
-        lambda slow: {name: None if name in slow else rank for name, rank in ranks.items()},
-        {name for name, rank in ranks.items() if rank}, {}, notes, prices,
-    )  # fmt: skip
+    return lambda dense: {n: None if n in dense else rank for n, rank in ranks.items()}, notes

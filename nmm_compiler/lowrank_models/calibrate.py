@@ -41,10 +41,14 @@ class Statistics:
     gradients: dict[str, SecondMoment]
     tokens: int = 0
 
-    def moments(self) -> Iterator[SecondMoment]:
-        """Yield every moment."""
-        yield from self.inputs.values()
-        yield from self.gradients.values()
+    def moments(self) -> list[SecondMoment]:
+        """Return every moment."""
+        return [*self.inputs.values(), *self.gradients.values()]
+
+    def inputs_of(self, site: Site) -> SecondMoment | None:
+        """Return the moment of a layer's inputs, None without data or tokens that reach it."""
+        found = self.inputs.get(site.name)
+        return found if found is not None and found.tokens else None
 
     def check(self, sites: Sequence[Site], *, gradients: bool, base: str | None = None) -> None:
         """Raise ModelError, naming the layers, where the moments of these sites are lacking.

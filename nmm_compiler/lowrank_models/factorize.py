@@ -182,12 +182,12 @@ def measure(
     up: torch.Tensor,
     down: torch.Tensor,
     moment: SecondMoment | None,
-    coefficients: torch.Tensor | None = None,
-    target: torch.Tensor | None = None,
+    coefficients: torch.Tensor | None,
+    target: torch.Tensor,
 ) -> tuple[float, float | None]:
     """Return (|T - up down| / |W|, the same in the norm of a moment A), of the factors as stored.
 
-    target: T, what a base leaves of W; None for W itself. moment: of the inputs. coefficients:
+    target: T, what a base leaves of W, or W itself. moment: of the inputs. coefficients:
     C [r, n] where it is carried, down = C W + rounding. Then A is known as W A W^T, and the squared
     error is that of (1 - up C) W A W^T (1 - up C)^T, plus what the rounding of `down` adds where it
     is independent from column to column: sum over j of |up (down - C W)_j|^2 A_jj.
@@ -201,8 +201,7 @@ def measure(
     direct = None if moment is None or moment.carried else moment.total.to(weight.device)
     for rows in blocks(*weight.shape):
         block = weight[rows].to(wide)
-        wanted = block if target is None else target[rows].to(wide)
-        missing = torch.addmm(wanted, up[rows].to(wide), wide_down, alpha=-1)
+        missing = torch.addmm(target[rows].to(wide), up[rows].to(wide), wide_down, alpha=-1)
         sums[0] += _dot(missing, missing)
         sums[1] += _dot(block, block)
         for columns in blocks(*direct.shape) if direct is not None else ():

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from nmm_compiler.errors import FileError
@@ -15,8 +14,8 @@ from nmm_compiler.lowrank_models.modules import LowRankLinear, put, sizes_of
 from nmm_compiler.lowrank_models.quantize import (
     FORMATS,
     QuantizedLinear,
+    empty_layer,
     format_of,
-    make_layer,
 )
 
 METHOD = "nmm_lowrank"
@@ -122,15 +121,9 @@ def prepare(model: nn.Module, saved: SavedLayers) -> tuple[str, ...]:
 
 def _empty(old: Any, saved: SavedLayers, name: str) -> nn.Module:
     """Return what is saved in the place of a linear, without values, on its device."""
-    weight, (n, k), rank = old.weight, sizes_of(old), saved.ranks[name]
-    down, up, dense = (
-        torch.empty(shape, device="meta", dtype=weight.dtype)
-        for shape in ((rank, k), (n, rank), (n, k))
-    )
-    bias = None if old.bias is None else nn.Parameter(torch.empty_like(dense[:, 0]))
-    named = saved.bases.get(name)
-    few = None if named is None else QuantizedLinear.of(dense, named)
-    layer = make_layer(down, up, bias, few, saved.formats.get(name))
+    weight, bias, (n, k) = old.weight, old.bias is not None, sizes_of(old)
+    forms, dtypes = (saved.bases.get(name), saved.formats.get(name)), (weight.dtype, weight.dtype)
+    layer = empty_layer(n, k, saved.ranks[name], *forms, dtypes, bias)
     return layer if weight.is_meta else layer.to_empty(device=weight.device)
 
 

@@ -29,7 +29,7 @@ from nmm_compiler.errors import NmmError
 from nmm_compiler.kernels.base import ACTIVATIONS, item_bytes
 from nmm_compiler.kernels.linear.specs import GatedMLPSpec, GatedMLPUpSpec, LowRankSpec, MatmulSpec
 from nmm_compiler.kernels.number_formats import FP8, X_DTYPES
-from nmm_compiler.lowrank_models.config import Workload
+from nmm_compiler.lowrank_models.config import CompressionConfig, Workload
 from nmm_compiler.lowrank_models.meta_copies import (
     MetaModel,
     example_inputs,
@@ -313,21 +313,18 @@ def kernel_prices(
     model: nn.Module,
     layers: Sequence[Shape],
     dtype: str,
-    workload: Workload,
-    target: str,
+    config: CompressionConfig,
     inputs: Any = None,
-    factors: str | None = None,
 ) -> Prices | None:
     """Return prices of the kernels that the backend would call; None for a dtype that has none.
 
     inputs: example arguments; None where there are none. Without them, and where the model cannot
-    be traced without data, each layer is a call of its own. factors: "fp8" for low-rank layers of
-    such factors.
+    be traced without data, each layer is a call of its own.
     """
     if dtype not in LowRankSpec.dtypes:
         return None
-    chip = machine_target(target)
-    fp8 = factors == "fp8" and dtype in X_DTYPES and chip.float8_kernels
+    chip = machine_target(config.target)
+    fp8 = config.factors == "fp8" and dtype in X_DTYPES and chip.float8_kernels
     groups = [Group((layer,)) for layer in layers]
     note = "each layer as a call of its own"
     # what HBM gives a core while a DMA starts and signals, by the target's sources
@@ -353,7 +350,7 @@ def kernel_prices(
         sizes = tuple((x.k, x.n, rank) for x, rank in zip(group.layers, ranks, strict=True))
         return tuple(
             call_us(sizes, group.activation, tokens, dtype, chip, fp8, source)
-            for _, tokens, _ in workload
+            for _, tokens, _ in config.passes
         )
 
-    return Prices(priced, workload, of, note)
+    return Prices(priced, config.passes, of, note)

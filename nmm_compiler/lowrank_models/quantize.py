@@ -182,13 +182,6 @@ def _spread(moment: Moment) -> np.ndarray:
     return torch.linalg.cholesky(inverse).mT.float().numpy()
 
 
-def stored_bytes(n: int, k: int, format: str | None, dtype: torch.dtype) -> int:
-    """Return the bytes of a matrix [n, k] in a format, None for plain elements of a dtype."""
-    if format is None:
-        return n * k * dtype.itemsize
-    return FORMATS[format].stored_bytes(n, k, dtype.itemsize)
-
-
 def quantize_factors(model: nn.Module, format: str = "int8") -> tuple[str, ...]:
     """Round the factors of all low-rank layers to few bits an element, in place; return the names.
 
@@ -242,6 +235,25 @@ def make_layer(
     if factors is not None:
         round_factors(layer, factors)
     return layer
+
+
+def empty_layer(
+    n: int,
+    k: int,
+    rank: int,
+    base: str | None,
+    factors: str | None,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    bias: bool = False,
+) -> LowRankLinear | QuantizedLinear:
+    """Return what `make_layer` does without numbers, on the meta device. dtypes: of the weight, and
+    of the factors."""
+    dense, down, up = (
+        torch.empty(shape, device="meta", dtype=dtype)
+        for shape, dtype in (((n, k), dtypes[0]), ((rank, k), dtypes[1]), ((n, rank), dtypes[1]))
+    )
+    few = None if base is None else QuantizedLinear.of(dense, base)
+    return make_layer(down, up, nn.Parameter(dense[:, 0].clone()) if bias else None, few, factors)
 
 
 def format_of(linear: nn.Module | None) -> str | None:

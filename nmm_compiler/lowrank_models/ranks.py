@@ -52,6 +52,11 @@ class Shape:
             return float(self.k * self.n)
         return (self.base or 0.0) + self.unit * rank * (self.k + self.n)
 
+    def nearest(self, ranks: Sequence[int], ratio: float) -> int | None:
+        """Return the rank of these that removes about this share, None where there are none."""
+        ideal = (1 - ratio) * self.k * self.n / (self.k + self.n)
+        return min(ranks, key=lambda rank: abs(rank - ideal), default=None)
+
     @property
     def largest_rank(self) -> int:
         """The last rank below break-even."""
@@ -71,15 +76,14 @@ def choose_align(shapes: Sequence[Shape], ratio: float) -> int:
     nearest legal multiple moves at most 4 % of all parameters; small models, where one tile is a
     large share of the rank, get 64 or 32.
     """
-    total = sum(s.k * s.n for s in shapes)
+    total = sum(s.count * s.cost(None) for s in shapes)
     for align in ALIGNS[:-1]:
-        moved = 0.0
-        for shape in shapes:
-            ranks = legal_ranks(shape, align)
-            ideal = (1 - ratio) * shape.k * shape.n / (shape.k + shape.n)
-            nearest = min((abs(r - ideal) for r in ranks), default=ideal)
-            moved += nearest * (shape.k + shape.n)
-        if moved <= _MAX_MOVED * total and any(legal_ranks(shape, align) for shape in shapes):
+        ranks = [legal_ranks(shape, align) for shape in shapes]
+        moved = sum(
+            s.count * abs(s.cost(s.nearest(each, ratio) or 0) - (1 - ratio) * s.cost(None))
+            for s, each in zip(shapes, ranks, strict=True)
+        )
+        if moved <= _MAX_MOVED * total and any(ranks):
             return align
     return ALIGNS[-1]
 

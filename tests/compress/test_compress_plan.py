@@ -59,9 +59,8 @@ def statistics(inputs, gradients, **more):
 
 
 def plan(sites, collected=None, **config):
-    made, align = make_plan(
-        sites, CompressionConfig(calibration=collected, **config), collected, None
-    )
+    settings = CompressionConfig(calibration=collected, **config)
+    made, align = make_plan(sites, settings, collected or Statistics({}, {}), None)
     return made, align, {layer.name: layer.rank for layer in made}
 
 
@@ -86,8 +85,9 @@ def test_statistics_of_other_layers_or_sizes_are_refused_by_name():
 def test_without_calibration_matrices_are_compared_by_relative_error():
     """A matrix times 100 has the same losses; a flat spectrum loses more than a steep one."""
     flat, steep = weight(0, decay=0.05), weight(1, decay=0.3)
-    losses = losses_of([site("flat", flat), site("steep", steep)], "svd", None)
-    scaled = losses_of([site("flat", flat / 100), site("steep", steep * 100)], "svd", None)
+    none = Statistics({}, {})
+    losses = losses_of([site("flat", flat), site("steep", steep)], "svd", none)
+    scaled = losses_of([site("flat", flat / 100), site("steep", steep * 100)], "svd", none)
     for name in ("flat", "steep"):
         assert losses[name] == pytest.approx(scaled[name], abs=1e-5)
         assert (losses[name][0], losses[name][-1]) == (1.0, 0.0)
