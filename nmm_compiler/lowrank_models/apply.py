@@ -46,7 +46,7 @@ from nmm_compiler.lowrank_models.quantize import (
     rounded_beside,
 )
 from nmm_compiler.lowrank_models.report import CompressionReport, LayerReport
-from nmm_compiler.lowrank_models.select import Patterns, Site, find_sites, matches
+from nmm_compiler.lowrank_models.select import Patterns, Site, find_sites, named
 from nmm_compiler.options import check_names
 
 _BRANCH_ALIGN = 32
@@ -487,7 +487,7 @@ def _explicit(sites: Sequence[Site], config: CompressionConfig) -> tuple[Allocat
     given: Mapping[str, int] = {"*": asked} if isinstance(asked, int) else asked or {}
     names = [name for site in sites for name in site.names]
     for pattern in given:
-        if not any(matches(name, pattern) for name in names):
+        if not named(names, [pattern]):
             raise ModelError(
                 f"rank pattern {pattern!r} matches none of the {len(sites)} selected layers"
                 f"{closest(pattern, names)} (e.g. {', '.join(names[:4])})"
@@ -495,7 +495,7 @@ def _explicit(sites: Sequence[Site], config: CompressionConfig) -> tuple[Allocat
     ranks: Ranks = {}
     notes: Notes = {}
     for site in sites:
-        fitting = (r for p, r in given.items() if any(matches(name, p) for name in site.names))
+        fitting = (r for pattern, r in given.items() if named(site.names, [pattern]))
         rank, note = next(fitting, None), "no rank given: kept dense"
         if config.base is not None and not rank:
             rank, note = 0, ""

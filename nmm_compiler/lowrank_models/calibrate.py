@@ -22,7 +22,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -125,91 +125,78 @@ def collect(
 
     whole: keep no moment multiplied onto the shorter side, as weights with a base need.
 
-    Raises ModelError, naming the layer, for activations or gradients that are not finite, and
-    listing them, for layers that no token reached; CapacityError, after the first batch, where
-    the moments and the work on them do not fit into memory.
+    Raises ModelError, naming the layer, for activations or gradients that are not finite, for a
+    model that cannot be differentiated, and, listing them, for layers that no token reached;
+    CapacityError, after the first batch, where the moments and the largest factorization do not fit
+    into the memory that there was before; the model and the batches are not counted.
     """
     free, kept = available_bytes(), Statistics({}, {})
-    collector = Collector(kept, gradients, whole)
+    generator = torch.Generator().manual_seed(0)
+
+    def add(
+        moments: dict[str, SecondMoment], name: str, matrix: torch.Tensor,
+        vectors: torch.Tensor, what: str,
+    ) -> None:  # fmt: skip
+        """Add vectors [.., size] to the moment of a layer, whose matrix is [results, size]."""
+        rows = rows_of(vectors.detach(), mask)
+        if not is_finite(rows):
+            raise ModelError(
+                f"{what} has NaN or infinite elements in calibration batch {i}; "
+                "check that batch, or run calibration in a wider dtype"
+            )
+        if name not in moments:
+            results, size = matrix.shape
+            moments[name] = SecondMoment(size, matrix if results < size and not whole else None)
+        moments[name].add(rows)
+
+    def take(
+        site: Site, module: nn.Module, arguments: Any, result: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Take the input of a layer that has run, and its gradient once that comes; its hook."""
+        name = site.name
+        add(kept.inputs, name, site.weight, arguments[0], f"the input of {name}")
+        if not gradients:
+            return None
+        if not result.requires_grad:
+            zero = torch.zeros((), dtype=result.dtype, device=result.device, requires_grad=True)
+            result = result + zero
+        of = kept.gradients, name, site.weight.T
+        what = f"the gradient at the output of {name}"
+        result.register_hook(lambda gradient: add(*of, gradient, what))
+        return result
+
     with frozen(model), ExitStack() as hooks, steps("calibrating") as step:
         for site in sites:
-            hook = site.module.register_forward_hook(partial(collector.take, site))
+            hook = site.module.register_forward_hook(partial(take, site))
             hooks.callback(hook.remove)
-        generator = torch.Generator().manual_seed(0)
         for i, batch in enumerate(batches):
             step("calibrating", i, len(batches))
-            collector.run(model, i, batch, generator)
-            check_fits(sites, sum(moment.bytes() for moment in kept.moments()), free)
+            mask = padding_mask(batch)
+            with torch.set_grad_enabled(gradients):
+                result = call(model, batch)
+                loss = sensitivity_loss(result, batch, generator) if gradients else None
+            if loss is not None and loss.requires_grad:
+                try:
+                    loss.backward()
+                except RuntimeError as error:
+                    raise ModelError(
+                        f"{type(model).__name__} cannot be differentiated ({error}); pass "
+                        'method="whitened", which needs no gradients'
+                    ) from error
+            # three matrices of the largest factorization in float64, and a Gram matrix
+            work = max((3 * s.n * s.k + min(s.n, s.k) ** 2 for s in sites), default=0)
+            need = sum(moment.bytes() for moment in kept.moments()) + 8 * work
+            if free is not None and need > free:
+                raise CapacityError(
+                    f"calibrating {len(sites)} layers at once needs {need / 2**30:.2f} GiB for "
+                    f"moments and factors, beside the model; {free / 2**30:.2f} GiB can be had: "
+                    'pass method="whitened" for about half of it, or include= some layers at a time'
+                )
     for moment in kept.moments():
         moment.finish()
     kept.tokens = max((moment.tokens for moment in kept.inputs.values()), default=0)
     kept.check(sites, gradients=False)
     return kept
-
-
-class Collector:
-    """Hooks on the layers while the batches run.
-
-    kept: where the moments go. whole: none is multiplied onto the shorter side.
-    """
-
-    def __init__(self, kept: Statistics, gradients: bool, whole: bool = False) -> None:
-        self.kept, self.want_gradients, self.whole = kept, gradients, whole
-        self._index = 0
-        self._mask: torch.Tensor | None = None
-
-    def run(self, model: nn.Module, index: int, batch: Any, generator: torch.Generator) -> None:
-        """Run one batch forward, and backward when gradients are wanted.
-
-        Raises ModelError for a model that cannot be differentiated.
-        """
-        self._index, self._mask = index, padding_mask(batch)
-        with torch.set_grad_enabled(self.want_gradients):
-            result = call(model, batch)
-            loss = sensitivity_loss(result, batch, generator) if self.want_gradients else None
-            if loss is None or not loss.requires_grad:
-                return
-            try:
-                loss.backward()
-            except RuntimeError as error:
-                raise ModelError(
-                    f"{type(model).__name__} cannot be differentiated ({error}); pass "
-                    'method="whitened", which needs no gradients'
-                ) from error
-
-    def take(
-        self, site: Site, module: nn.Module, arguments: Any, result: Any
-    ) -> torch.Tensor | None:
-        """Take the input of a layer that has run, and its gradient once that comes; its hook."""
-        name = site.name
-        self._add(self.kept.inputs, name, site.weight, arguments[0], f"the input of {name}")
-        if not self.want_gradients:
-            return None
-        if not result.requires_grad:
-            result = result + torch.zeros(
-                (), dtype=result.dtype, device=result.device, requires_grad=True
-            )
-        of = self.kept.gradients, name, site.weight.T
-        what = f"the gradient at the output of {name}"
-        result.register_hook(lambda gradient: self._add(*of, gradient, what))
-        return cast(torch.Tensor, result)
-
-    def _add(
-        self, moments: dict[str, SecondMoment], name: str, matrix: torch.Tensor,
-        vectors: torch.Tensor, what: str,
-    ) -> None:  # fmt: skip
-        """Add vectors [.., size] to the moment of a layer, whose matrix is [results, size]."""
-        rows = rows_of(vectors.detach(), self._mask)
-        if not is_finite(rows):
-            raise ModelError(
-                f"{what} has NaN or infinite elements in calibration batch {self._index}; "
-                "check that batch, or run calibration in a wider dtype"
-            )
-        if name not in moments:
-            results, size = matrix.shape
-            carried = results < size and not self.whole
-            moments[name] = SecondMoment(size, matrix if carried else None)
-        moments[name].add(rows)
 
 
 def padding_mask(batch: Any) -> torch.Tensor | None:
@@ -285,19 +272,3 @@ def available_bytes() -> int | None:
     except (OSError, ValueError):
         pass  # not Linux, or no limit for this group
     return min(limits, default=None)
-
-
-def check_fits(sites: Sequence[Site], moments: int, free: int | None) -> None:
-    """Raise CapacityError unless the moments and the largest factorization fit into memory.
-
-    moments: their bytes. The factorization takes three matrices in float64 and a Gram matrix. free:
-    the bytes that there were before the calibration; the model, the batches and the activations of
-    one batch are not counted.
-    """
-    need = moments + 8 * max((3 * s.n * s.k + min(s.n, s.k) ** 2 for s in sites), default=0)
-    if free is not None and need > free:
-        raise CapacityError(
-            f"calibrating {len(sites)} layers at once needs {need / 2**30:.2f} GiB for moments and "
-            f'factors, beside the model; {free / 2**30:.2f} GiB can be had: pass method="whitened" '
-            "for about half of it, or include= some layers at a time"
-        )

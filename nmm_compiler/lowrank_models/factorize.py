@@ -210,32 +210,21 @@ def measure(
             sums[2] += _dot(missing @ a, missing[:, columns])
             sums[3] += _dot(block @ a, block[:, columns])
     if moment is not None and coefficients is not None:
-        sums[2], sums[3] = _measure_carried(weight, up, down, moment, coefficients)
-    left, whole, weighted_left, weighted_whole = sums.tolist()
-    plain = (left / whole) ** 0.5 if whole > 0 else 0.0
-    if moment is None:
-        return plain, None
-    return plain, (max(weighted_left, 0.0) / weighted_whole) ** 0.5 if weighted_whole > 0 else 0.0
-
-
-def _measure_carried(
-    weight: torch.Tensor,
-    up: torch.Tensor,
-    down: torch.Tensor,
-    moment: SecondMoment,
-    coefficients: torch.Tensor,
-) -> torch.Tensor:
-    """Return (squared error, squared norm) in the norm of a carried moment."""
-    total, squares = moment.total.to(weight.device), moment.squares.to(weight.device)
-    wide_up = up.double()
-    left = (wide_up @ coefficients).neg_()
-    left.diagonal().add_(1)
-    error = ((left @ total) * left).sum()
-    gram = wide_up.T @ wide_up
-    for part in blocks(*weight.T.shape):
-        rounding = down[:, part].double() - coefficients @ weight[:, part].double()
-        error += (((gram @ rounding) * rounding).sum(0) * squares[part]).sum()
-    return torch.stack([error, total.trace()]).cpu()
+        total, squares = moment.total.to(weight.device), moment.squares.to(weight.device)
+        wide_up = up.double()
+        left = (wide_up @ coefficients).neg_()
+        left.diagonal().add_(1)
+        error = ((left @ total) * left).sum()
+        gram = wide_up.T @ wide_up
+        for part in blocks(*weight.T.shape):
+            rounding = down[:, part].double() - coefficients @ weight[:, part].double()
+            error += (((gram @ rounding) * rounding).sum(0) * squares[part]).sum()
+        sums[2:] = torch.stack([error, total.trace()]).cpu()
+    plain, weighted = (
+        (max(left, 0.0) / whole) ** 0.5 if whole > 0 else 0.0
+        for left, whole in sums.reshape(2, 2).tolist()
+    )
+    return plain, None if moment is None else weighted
 
 
 def _dot(a: torch.Tensor, b: torch.Tensor) -> float:

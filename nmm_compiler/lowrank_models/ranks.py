@@ -46,6 +46,11 @@ class Shape:
     base: float | None = None
     unit: float = 1.0
 
+    @property
+    def without(self) -> int | None:
+        """What stands for no factors: None, the dense matrix; with a base 0, it alone."""
+        return None if self.base is None else 0
+
     def cost(self, rank: int | None) -> float:
         """Return the elements that are kept: k n when dense, else those of the base and factors."""
         if rank is None:
@@ -126,10 +131,40 @@ def allocate_global(
     """
     if ratio == 0:
         return {s.name: None for s in shapes}
-    usable = _usable(shapes, align)
-    dense = sum(s.count * s.cost(None) for s in usable)
+    # by name: ranks, costs and losses by rising cost, each with less loss than before
+    tables: dict[str, tuple[list[int | None], np.ndarray, np.ndarray]] = {}
+    dense = 0.0
+    for shape in shapes:
+        ranks: list[int | None] = [*legal_ranks(shape, align)]
+        if not ranks and shape.base is None:
+            continue
+        dense += shape.count * shape.cost(None)
+        ranks = [r for r in (*ranks, shape.without) if permitted(shape.name, r)]
+        lost = losses[shape.name]
+        table = []
+        for i, r in enumerate(ranks):
+            loss = 0.0 if r is None else float(lost[min(r, len(lost) - 1)])
+            table.append((shape.count * shape.cost(r), loss, i))
+        table.sort()
+        best = table[:1]
+        for one in table:
+            if one[1] < best[-1][1]:
+                best.append(one)
+        kept, lost, places = zip(*best, strict=True)
+        tables[shape.name] = [ranks[i] for i in places], np.array(kept), np.array(lost)
+    if not tables:
+        largest = max(shapes, key=lambda s: s.largest_rank)
+        limit = largest.largest_rank
+        few = 1 << max(0, limit.bit_length() - 3)  # leaves a few ranks to choose from
+        raise ModelError(
+            f"no matrix has a rank that is a multiple of align={align} and below break-even; the "
+            f"largest, {largest.name} [{largest.n}, {largest.k}], allows ranks up to {limit}: pass "
+            f"a smaller align, e.g. align={few}"
+            if limit
+            else f"the matrices are too small to factorize: the largest, {largest.name} "
+            f"[{largest.n}, {largest.k}], breaks even below rank 1; exclude them"
+        )
     budget = (1 - ratio) * dense
-    tables = {s.name: _choices(s, losses[s.name], align, permitted) for s in usable}
     picked = dict.fromkeys(tables, 0)
     left = budget - sum(costs[0] for _, costs, _ in tables.values())
     if left < 0:
@@ -140,18 +175,20 @@ def allocate_global(
             "smaller align"
         )
 
-    def upgrade(name: str) -> tuple[float, float, str, int] | None:
-        """Return (loss per cost, -cost, name, choice) of what saves most, of what fits."""
+    waiting: list[tuple[float, float, str, int]] = []
+
+    def offer(name: str) -> None:
+        """Add (loss per cost, -cost, name, choice) of what saves most, of what fits."""
         at, (_, costs, saved) = picked[name], tables[name]
         more = costs[at + 1 :] - costs[at]
         per_cost = (saved[at + 1 :] - saved[at])[more <= left] / more[more <= left]
-        if not len(per_cost):
-            return None
-        best = int(per_cost.argmin())
-        return float(per_cost[best]), -float(more[best]), name, at + 1 + best
+        if len(per_cost):
+            best = int(per_cost.argmin())
+            upgrade = float(per_cost[best]), -float(more[best]), name, at + 1 + best
+            heapq.heappush(waiting, upgrade)
 
-    waiting = [one for one in map(upgrade, tables) if one is not None]
-    heapq.heapify(waiting)
+    for name in tables:
+        offer(name)
     while waiting:
         *_, name, choice = heapq.heappop(waiting)
         costs = tables[name][1]
@@ -159,11 +196,9 @@ def allocate_global(
         if more <= left:
             left -= more
             picked[name] = choice
-        best = upgrade(name)
-        if best is not None:
-            heapq.heappush(waiting, best)
-    ranks: dict[str, int | None] = {s.name: None for s in shapes}
-    return ranks | {name: tables[name][0][choice] for name, choice in picked.items()}
+        offer(name)
+    found = {name: tables[name][0][choice] for name, choice in picked.items()}
+    return {s.name: found.get(s.name) for s in shapes}
 
 
 def check_explicit(shape: Shape, rank: int, align: int | None) -> tuple[int | None, str]:
@@ -177,46 +212,7 @@ def check_explicit(shape: Shape, rank: int, align: int | None) -> tuple[int | No
             f"{max(align, rank // align * align)} or {-(-rank // align) * align}, or align=1"
         )
     if rank > shape.largest_rank:
-        without, kept = (None, "kept dense") if shape.base is None else (0, "the base alone")
-        return without, f"rank {rank} saves nothing (break-even above {shape.largest_rank}): {kept}"
+        kept = "kept dense" if shape.base is None else "the base alone"
+        note = f"rank {rank} saves nothing (break-even above {shape.largest_rank}): {kept}"
+        return shape.without, note
     return rank, ""
-
-
-def _usable(shapes: Sequence[Shape], align: int) -> list[Shape]:
-    """Return the shapes that have a legal rank at all; raise ModelError when none has."""
-    usable = [s for s in shapes if len(legal_ranks(s, align)) or s.base is not None]
-    if not usable:
-        largest = max(shapes, key=lambda s: s.largest_rank)
-        limit = largest.largest_rank
-        few = 1 << max(0, limit.bit_length() - 3)  # leaves a few ranks to choose from
-        raise ModelError(
-            f"no matrix has a rank that is a multiple of align={align} and below break-even; the "
-            f"largest, {largest.name} [{largest.n}, {largest.k}], allows ranks up to {limit}: pass "
-            f"a smaller align, e.g. align={few}"
-            if limit
-            else f"the matrices are too small to factorize: the largest, {largest.name} "
-            f"[{largest.n}, {largest.k}], breaks even below rank 1; exclude them"
-        )
-    return usable
-
-
-def _choices(
-    shape: Shape,
-    losses: Sequence[float],
-    align: int,
-    permitted: Callable[[str, int | None], bool],
-) -> tuple[list[int | None], np.ndarray, np.ndarray]:
-    """Return (ranks, costs, losses) of a matrix by rising cost, each with less loss than before."""
-    without = None if shape.base is None else 0
-    ranks = [r for r in (*legal_ranks(shape, align), without) if permitted(shape.name, r)]
-    last = len(losses) - 1
-    table = sorted(
-        (shape.count * shape.cost(r), 0.0 if r is None else float(losses[min(r, last)]), i)
-        for i, r in enumerate(ranks)
-    )
-    best: list[tuple[float, float, int]] = []
-    for choice in table:
-        if not best or choice[1] < best[-1][1]:
-            best.append(choice)
-    costs, left, places = zip(*best, strict=True)
-    return [ranks[i] for i in places], np.array(costs), np.array(left)

@@ -152,26 +152,23 @@ def recover(
     )
 
 
+@dataclass
 class _Run:
     """The training loop, and the best factors so far.
 
     objective: what a loss is: "labels", "logits" or "features" of the teacher.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        teacher: nn.Module | None,
-        parameters: Sequence[nn.Parameter],
-        held_out: Sequence[Any],
-    ) -> None:
-        self.model, self.teacher = model, teacher
-        self.parameters, self.held_out = parameters, held_out
-        self.objective = "labels"
-        self.history: list[tuple[int, float]] = []
-        self.best, self.best_step = math.inf, 0
-        self._best_values: list[torch.Tensor] = []
-        self._targets: dict[int, torch.Tensor] = {}
+    model: nn.Module
+    teacher: nn.Module | None
+    parameters: Sequence[nn.Parameter]
+    held_out: Sequence[Any]
+    objective: str = "labels"
+    best: float = math.inf
+    best_step: int = 0
+    history: list[tuple[int, float]] = field(default_factory=list)
+    _best_values: list[torch.Tensor] = field(default_factory=list)
+    _targets: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def train(self, batches: Iterator[Any], steps: int, lr: float, show: Step) -> None:
         """Train, evaluating now and then; end with the best factors.
@@ -181,12 +178,16 @@ class _Run:
         small rate without a search.
         """
         optimizer = torch.optim.AdamW(self.parameters, lr=lr, weight_decay=0.0)
+        warmup = max(1, round(_WARMUP_SHARE * steps))
         checks = {round(steps * (i + 1) / _EVALUATIONS) for i in range(_EVALUATIONS)}
         try:
             self.evaluate(0)
             for step, batch in enumerate(batches, start=1):
-                for group in optimizer.param_groups:
-                    group["lr"] = lr * _schedule(step - 1, steps)
+                share = step / warmup
+                if step > warmup:
+                    angle = math.pi * (step - 1 - warmup) / max(1, steps - warmup)
+                    share = 0.5 * (1 + math.cos(angle))
+                optimizer.param_groups[0]["lr"] = lr * share
                 optimizer.zero_grad(set_to_none=True)
                 loss = self.loss(batch)
                 if not torch.isfinite(loss):
@@ -215,26 +216,31 @@ class _Run:
     @torch.no_grad()
     def evaluate(self, step: int) -> bool:
         """Measure the held-out loss; keep the factors and return True if they are the best yet."""
-        losses = [float(self.loss(batch)) for batch in self.held_out]
-        loss = sum(losses) / len(losses)
+        loss = sum(float(self.loss(batch)) for batch in self.held_out) / len(self.held_out)
         if not math.isfinite(loss) and step == 0:
             raise ModelError(
                 f"the held-out loss is {loss} before training; check the model and the batches"
             )
         self.history.append((step, loss))
-        better = loss < self.best
-        if better:
-            self.best, self.best_step = loss, step
-            self._best_values = [parameter.detach().clone() for parameter in self.parameters]
-        return better
+        if not loss < self.best:
+            return False
+        self.best, self.best_step = loss, step
+        self._best_values = [parameter.detach().clone() for parameter in self.parameters]
+        return True
 
     def loss(self, batch: Any) -> torch.Tensor:
         """Return how far the output for a batch is from the teacher's, or from labels, a scalar."""
         found, is_logits = main_output(call(self.model, batch))
+        mask = padding_mask(batch)
         if self.teacher is None:
-            return label_loss(found, batch)
+            return _label_loss(found, batch, mask)
         self.objective = "logits" if is_logits else "features"
-        target, mask = self._target(self.teacher, batch), padding_mask(batch)
+        target = self._targets.get(id(batch))
+        if target is None:  # computed once per batch while there is room
+            with torch.no_grad():
+                target = main_output(call(self.teacher, batch))[0].detach()
+            if sum(t.nbytes for t in (target, *self._targets.values())) <= _CACHE_BYTES:
+                self._targets[id(batch)] = target
         if found.shape != target.shape:
             raise ModelError(
                 f"the model's output is {list(found.shape)} and the teacher's "
@@ -248,23 +254,6 @@ class _Run:
             )
         scale = wanted.square().mean().clamp_min(torch.finfo(torch.float32).tiny)
         return (rows - wanted).square().mean() / scale
-
-    def _target(self, teacher: nn.Module, batch: Any) -> torch.Tensor:
-        """Return the teacher's output, computed once per batch while the cache has room."""
-        if id(batch) in self._targets:
-            return self._targets[id(batch)]
-        with torch.no_grad():
-            found = main_output(call(teacher, batch))[0].detach()
-        if sum(t.nbytes for t in (found, *self._targets.values())) <= _CACHE_BYTES:
-            self._targets[id(batch)] = found
-        return found
-
-
-def _schedule(step: int, steps: int) -> float:
-    warmup = max(1, round(_WARMUP_SHARE * steps))
-    if step < warmup:
-        return (step + 1) / warmup
-    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
 
 
 def _shuffled(batches: Sequence[Any], steps: int, generator: torch.Generator) -> Iterator[Any]:
@@ -313,28 +302,25 @@ def _training(
     Yields the trained parameters. Float32 copies are rounded into the factors at the end.
     """
     trained: list[nn.Parameter] = []
-    copied: list[nn.Linear] = []
     with ExitStack() as stack:
         for one in models:
             stack.enter_context(frozen(one))
+        for linear in (factor for layer in layers.values() for factor in (layer.down, layer.up)):
+            if linear.weight.dtype.itemsize <= 2:
+                wide = _Master(linear.weight)
+                parametrize.register_parametrization(linear, "weight", wide)
+                stack.callback(parametrize.remove_parametrizations, linear, "weight")
+                trained.append(wide.value)
+            else:
+                trained.append(cast(nn.Parameter, linear.weight.requires_grad_(True)))
         try:
-            for linear in (factor for x in layers.values() for factor in (x.down, x.up)):
-                if linear.weight.dtype.itemsize <= 2:
-                    wide = _Master(linear.weight)
-                    parametrize.register_parametrization(linear, "weight", wide)
-                    copied.append(linear)
-                    trained.append(wide.value)
-                else:
-                    trained.append(cast(nn.Parameter, linear.weight.requires_grad_(True)))
             yield trained
         finally:
-            for linear in copied:
-                parametrize.remove_parametrizations(linear, "weight", leave_parametrized=True)
             for parameter in trained:
                 parameter.grad = None
 
 
-def label_loss(logits: torch.Tensor, batch: Any) -> torch.Tensor:
+def _label_loss(logits: torch.Tensor, batch: Any, mask: torch.Tensor | None) -> torch.Tensor:
     """Return the mean cross entropy of the next token: `labels` of the batch, else its input_ids.
 
     logits: [sequences, tokens, vocabulary]. Labels of -100 and padding do not count.
@@ -345,7 +331,6 @@ def label_loss(logits: torch.Tensor, batch: Any) -> torch.Tensor:
             f"recovery without a teacher needs labels or input_ids of the logits' shape "
             f"{list(logits.shape[:-1])} in each batch; pass dicts that have them"
         )
-    mask = padding_mask(batch)
     if mask is not None and mask.shape == labels.shape:
         labels = labels.masked_fill(~mask.to(labels.device), _IGNORED)
     return nn.functional.cross_entropy(

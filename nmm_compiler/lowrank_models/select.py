@@ -26,6 +26,7 @@ from typing import cast
 
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
@@ -49,14 +50,12 @@ class Site:
     """One linear to factorize: y = x W^T + b with W [n, k].
 
     names: every dotted name that leads to this module; the first is the one reported.
-    transposed: the stored weight is [k, n] (GPT-2's Conv1D).
     """
 
     names: tuple[str, ...]
     module: nn.Module
     k: int
     n: int
-    transposed: bool
 
     @property
     def name(self) -> str:
@@ -70,9 +69,9 @@ class Site:
 
     @property
     def weight(self) -> torch.Tensor:
-        """The weight as [n, k], a view of the stored one."""
+        """The weight as [n, k], a view of the stored one, which GPT-2's Conv1D has as [k, n]."""
         stored = cast(torch.Tensor, self.module.weight).detach()
-        return stored.T if self.transposed else stored
+        return stored.T if is_conv1d(self.module) else stored
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -85,6 +84,11 @@ def matches(name: str, pattern: str) -> bool:
         return re.fullmatch(pattern[3:], name) is not None
     forms = (pattern, f"*.{pattern}", f"{pattern}.*", f"*.{pattern}.*")
     return any(fnmatch.fnmatchcase(name, form) for form in forms)
+
+
+def named(names: Iterable[str], patterns: Iterable[str]) -> bool:
+    """Return whether one of these names matches one of these patterns."""
+    return any(matches(name, pattern) for name in names for pattern in patterns)
 
 
 def as_patterns(patterns: Patterns) -> tuple[str, ...]:
@@ -123,36 +127,54 @@ def find_sites(
         raise ModelError(
             "include has no patterns, which selects nothing; leave it out to select every linear"
         )
-    names = distinct_modules(model)
-    _check_excluded(unwanted, [name for _, every in names for name in every if name], model)
+    modules, kind = distinct_modules(model), type(model).__name__
+    every = [name for _, names in modules for name in names if name]
+    for pattern in unwanted:
+        if not named(every, [pattern]):
+            parts = sorted({part for name in every for part in (name, name.rpartition(".")[2])})
+            raise ModelError(
+                f"exclude pattern {pattern!r} matches no module of {kind}"
+                f"{closest(pattern, parts)}; leave it out, or name what is to stay dense"
+            )
     tied = _tied_parameters(model)
-    head = getattr(model, "get_output_embeddings", lambda: None)()
+    head = None if wanted else getattr(model, "get_output_embeddings", lambda: None)()
     sites: list[Site] = []
     skipped: list[Skipped] = []
-    seen: list[str] = []
+    seen: dict[str, str] = {}
+    unmatched = list(wanted)
     inside: set[int] = set()
-    for module, all_names in names:
-        name = all_names[0]
+    for module, names in modules:
         if isinstance(module, LowRankLinear):
             inside.update((id(module.down), id(module.up), id(module.base)))
-        if id(module) in inside:
-            continue
-        read = _read(module)
+        read = None if id(module) in inside else _read(module)
         if read is None:
             continue
-        shape, reason = read
-        seen.append(f"{name} ({type(module).__name__} {list(shape)})")
-        if wanted and not any(matches(n, p) for n in all_names for p in wanted):
+        (shape, reason), name = read, names[0]
+        seen[name] = f"{name} ({type(module).__name__} {list(shape)})"
+        unmatched = [pattern for pattern in unmatched if not named(names, [pattern])]
+        if (wanted and not named(names, wanted)) or named(names, unwanted):
             continue
-        if any(matches(n, p) for n in all_names for p in unwanted):
-            continue
-        reason = reason or _refusal(module, name, model, tied, None if wanted else head)
+        reason = reason or _refusal(module, name, model, tied, head)
         if reason:
             skipped.append(Skipped(name=name, shape=shape, reason=reason))
-            continue
-        n, k = shape if not is_conv1d(module) else shape[::-1]
-        sites.append(Site(tuple(all_names), module, k, n, is_conv1d(module)))
-    _check_found(model, wanted, sites, skipped, seen)
+        else:
+            n, k = shape[::-1] if is_conv1d(module) else shape
+            sites.append(Site(tuple(names), module, k, n))
+    if unmatched or not sites:
+        pattern = unmatched[0] if unmatched else ""
+        listing = "the model has no nn.Linear or Conv1D"
+        if seen:
+            listing = f"linear layers seen: {nearest(pattern, seen.values())}"
+        if unmatched:
+            raise ModelError(
+                f"include pattern {pattern!r} matches no linear layer of {kind}"
+                f"{closest(pattern, seen)}; {listing}"
+            )
+        reasons = "; ".join(f"{s.name}: {s.reason}" for s in skipped[:8])
+        raise ModelError(
+            f"{kind} has no layer to factorize with this include and "
+            f"exclude{f' (left alone: {reasons})' if reasons else ''}; {listing}"
+        )
     return tuple(sites), tuple(skipped)
 
 
@@ -272,45 +294,6 @@ def _refusal(
     return ""
 
 
-def _check_excluded(unwanted: tuple[str, ...], names: list[str], model: nn.Module) -> None:
-    for pattern in unwanted:
-        if not any(matches(name, pattern) for name in names):
-            parts = sorted({part for name in names for part in (name, name.rpartition(".")[2])})
-            raise ModelError(
-                f"exclude pattern {pattern!r} matches no module of {type(model).__name__}"
-                f"{closest(pattern, parts)}; leave it out, or name what is to stay dense"
-            )
-
-
-def _check_found(
-    model: nn.Module,
-    wanted: tuple[str, ...],
-    sites: list[Site],
-    skipped: list[Skipped],
-    seen: list[str],
-) -> None:
-    hit = [name for site in sites for name in site.names] + [s.name for s in skipped]
-    linears = [text.split(" ")[0] for text in seen]
-    for pattern in wanted:
-        if not any(matches(name, pattern) for name in linears + hit):
-            raise ModelError(
-                f"include pattern {pattern!r} matches no linear layer of "
-                f"{type(model).__name__}{closest(pattern, linears)}; {_listing(seen, pattern)}"
-            )
-    if not sites:
-        reasons = "; ".join(f"{s.name}: {s.reason}" for s in skipped[:8])
-        raise ModelError(
-            f"{type(model).__name__} has no layer to factorize with this include and "
-            f"exclude{f' (left alone: {reasons})' if reasons else ''}; {_listing(seen)}"
-        )
-
-
-def _listing(seen: list[str], pattern: str = "") -> str:
-    if not seen:
-        return "the model has no nn.Linear or Conv1D"
-    return f"linear layers seen: {nearest(pattern, seen)}"
-
-
 # What a layer computes, and how a model uses it ------------------------------------------------
 
 
@@ -324,32 +307,23 @@ def difference_from_linear(module: nn.Linear) -> str | None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, _ROWS, weight.shape[1], generator=generator, dtype=torch.float64)
     x = x.to(weight.device)
+    # the bound on the difference of two orders of summation: k products, the bias, and the result,
+    # for either of the two (Higham, 2002, section 3.1)
+    eps = 2 * (weight.shape[1] + 2) * torch.finfo(torch.float64).eps
     try:
-        twin = copy.deepcopy(module).double()
-        bound, expected = _bound_and_product(twin, x)
+        twin = copy.deepcopy(module).double().requires_grad_(False)
+        bias = twin.bias
+        expected = functional.linear(x, twin.weight, bias)
+        size = functional.linear(x.abs(), twin.weight.abs(), None if bias is None else bias.abs())
         for mode in (False, True):
-            with torch.no_grad():
-                y = twin.train(mode)(x)
+            y = twin.train(mode)(x)
             if not isinstance(y, torch.Tensor) or y.shape != expected.shape:
                 return "gives something else than one tensor [..., n]"
-            if not bool(((y - expected).abs() <= bound).all()):
+            if not bool(((y - expected).abs() <= eps * size).all()):
                 return "computes something else than x W^T + b"
     except Exception as error:  # a forward that raises is a reason to leave the layer alone
         return f"cannot be called like an nn.Linear ({type(error).__name__}: {error})"
     return None
-
-
-def _bound_and_product(linear: nn.Linear, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the bound on the rounding difference of two orders of summation, and x W^T + b.
-
-    (k + 2) eps (|x| |W|^T + |b|): k products, the bias, and the result (Higham, 2002, section 3.1),
-    for either of the two.
-    """
-    weight, bias = linear.weight.detach(), linear.bias
-    expected, size = x @ weight.T, x.abs() @ weight.abs().T
-    if bias is not None:
-        expected, size = expected + bias.detach(), size + bias.detach().abs()
-    return 2 * (weight.shape[1] + 2) * torch.finfo(torch.float64).eps * size, expected
 
 
 def only_reads(owner: nn.Module, name: str) -> bool:

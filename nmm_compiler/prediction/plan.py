@@ -109,29 +109,26 @@ def changes(
     low_rank: predictions at other ratios, which are at hand. What cannot be predicted, as a format
     that the target lacks, is left out.
     """
-    others = [(f"low rank, ratio {ratio:g}", one) for ratio, one in low_rank.items()]
+    others = {f"low rank, ratio {ratio:g}": one for ratio, one in low_rank.items()}
     for name, changed in settings(base).items():
         with contextlib.suppress(NmmError):
-            others.append((name, again(**changed)))
-    made = []
-    for name, other in others:
-        gain = base.step_us / other.step_us * other.batch / base.batch
-        if other.prompt != base.prompt:  # a pass over fewer tokens
-            gain *= other.prompt / base.prompt
-        made.append(_change(base, name, other.step_us, gain, other.memory.fits))
+            others[name] = again(**changed)
+    found = []
+    for name, other in others.items():
+        tokens = other.batch / base.batch * (other.prompt / base.prompt)
+        found.append((name, other.step_us, tokens, other.memory.fits))
     lines = base.phases[-1].lines
     launches = [line for line in lines if line.module == "(program)" and line.source == "fitted"]
     layers = max((line.calls for line in lines if "*" in line.module), default=0)
     if launches and 0 < layers < launches[0].calls:  # the gaps between a layer's launches saved
-        us = base.step_us - (launches[0].calls - layers) * launches[0].each_us
-        gain = base.step_us / us
-        made.append(_change(base, "one launch a layer", us, gain, base.memory.fits))
+        saved = (launches[0].calls - layers) * launches[0].each_us
+        found.append(("one launch a layer", base.step_us - saved, 1.0, base.memory.fits))
+    made = []
+    for name, us, tokens, fits in found:
+        gain = base.step_us / us * tokens
+        told = told_apart(gain, ERRORS[base.price])
+        made.append(Change(name=name, us=us, gain=gain, told_apart=told, fits=fits))
     return tuple(sorted(made, key=lambda change: -change.gain))
-
-
-def _change(base: ModelPrediction, name: str, us: float, gain: float, fits: bool) -> Change:
-    told = told_apart(gain, ERRORS[base.price])
-    return Change(name=name, us=us, gain=gain, told_apart=told, fits=fits)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,22 +147,17 @@ class Measured(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Difference(Record):
-    """A step as predicted and as measured; measured_us is None where a file does not say."""
+    """A step as predicted and as measured; note: the steps of STEPS that are counted in it."""
 
     step: str
     predicted_us: float
-    measured_us: float | None
+    measured_us: float
     note: str = ""
-
-    @property
-    def lost_us(self) -> float:
-        """How much longer than predicted the step took."""
-        return (self.measured_us or 0.0) - self.predicted_us
 
     def cells(self) -> tuple[str, ...]:
         """Return the row of a table."""
-        measured = "-" if self.measured_us is None else f"{self.measured_us / 1e3:.3f}"
-        return (self.step, f"{self.predicted_us / 1e3:.3f}", measured, self.note)
+        times = f"{self.predicted_us / 1e3:.3f}", f"{self.measured_us / 1e3:.3f}"
+        return (self.step, *times, self.note)
 
 
 def read_measured(text: str, name: str) -> Measured:
@@ -201,53 +193,40 @@ def differences(phase: Phase, measured: Measured, bytes_per_second: float) -> li
     bytes_per_second: of one logical core, by which measured bytes become time.
     """
     steps = {step.name: step.us for step in phase.steps}
-    host = 0.0 if measured.with_host else steps.get("host and stack", 0.0)
-    rows = {
-        "bytes at the full rate": (
-            None if measured.hbm_bytes is None else 1e6 * measured.hbm_bytes / bytes_per_second
-        ),
-        "collectives": measured.collectives_us,
-    }
+    whole, host = "the pass", 0.0
+    if not measured.with_host:
+        whole, host = "the pass on the device", steps.pop("host and stack", 0.0)
+    moved = None if measured.hbm_bytes is None else 1e6 * measured.hbm_bytes / bytes_per_second
+    told = {"bytes at the full rate": moved, "collectives": measured.collectives_us}
     made = [
-        Difference(
-            step="the pass" if measured.with_host else "the pass on the device",
-            predicted_us=phase.us - host, measured_us=measured.us,
-        )
-    ]  # fmt: skip
-    made += [
-        Difference(step=name, predicted_us=steps.get(name, 0.0), measured_us=us)
-        for name, us in rows.items()
+        Difference(step=name, predicted_us=steps.pop(name, 0.0), measured_us=us)
+        for name, us in told.items()
         if us is not None
     ]
-    known = {one.step for one in made} | (set() if measured.with_host else {"host and stack"})
-    left = [name for name in steps if name not in known]
-    if len(made) > 1:
-        told = sum(one.measured_us or 0.0 for one in made[1:])
-        made.append(
-            Difference(
-                step="the rest", predicted_us=sum(steps[name] for name in left),
-                measured_us=max(0.0, measured.us - told), note=", ".join(left),
-            )
-        )  # fmt: skip
-    return made
+    if made:
+        left = max(0.0, measured.us - sum(one.measured_us for one in made))
+        rest, names = sum(steps.values()), ", ".join(steps)
+        made.append(Difference(step="the rest", predicted_us=rest, measured_us=left, note=names))
+    first = Difference(step=whole, predicted_us=phase.us - host, measured_us=measured.us)
+    return [first, *made]
 
 
 def verdict(made: Sequence[Difference], band: tuple[float, float]) -> str:
     """Return what the differences say; band: how much less and more published runs took."""
     whole, *steps = made
-    assert whole.measured_us is not None
     ratio = whole.measured_us / whole.predicted_us
     inside = 1.0 + band[0] <= ratio <= 1.0 + band[1]
     said = (
         f"measured is {ratio:.2f}x of predicted, "
         f"{'within' if inside else 'beyond'} what published runs took"
     )
-    worst = max(steps, key=lambda one: one.lost_us, default=None)
-    if worst is None:
+    lost = {one.measured_us - one.predicted_us: one.step for one in steps}
+    if not lost:
         return said + "; a profiler's summary would tell which step"
-    if worst.lost_us <= 0.0:
+    if max(lost) <= 0.0:
         return said + "; no step is slower than predicted"
-    return said + f"; slowest against its prediction: {worst.step}, {worst.lost_us / 1e3:+.3f} ms"
+    worst = max(lost)
+    return said + f"; slowest against its prediction: {lost[worst]}, {worst / 1e3:+.3f} ms"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,45 +281,43 @@ class Plan(Shown, Record):
     def best_form(self, target: str) -> str | None:
         """Return the fastest form of a target that fits and keeps the quality; of equally fast
         ones that with the least memory."""
-        gains, fitting = self._gains_on(target)
-        keep = [form for form in fitting if keeps_quality(form)]
-        return max(
-            keep,
-            key=lambda form: (round(gains[form], 2), -self._gib_of(form, target)),
-            default=None,
-        )
+        forms = self._forms_on(target)
+        keep = [form for form, (_, fits, _) in forms.items() if fits and keeps_quality(form)]
+        return max(keep, key=lambda form: (round(forms[form][0], 2), -forms[form][2]), default=None)
 
-    def _gains_on(self, target: str) -> tuple[dict[str, float], list[str]]:
-        """Return the mean gain of each form over the first one, and the forms that always fit."""
+    def _forms_on(self, target: str) -> dict[str, tuple[float, bool, int]]:
+        """Return of each form the mean gain over the first one, whether it always fits, and the
+        bytes that its first prediction needs."""
         by_form: dict[str, list[ModelPrediction]] = {}
         for p in self.predictions:
             if p.target == target:
                 by_form.setdefault(p.form, []).append(p)
-        gains = {
-            form: math.prod(map(self.over_first, each)) ** (1 / len(each))
+        return {
+            form: (
+                math.prod(map(self.over_first, each)) ** (1 / len(each)),
+                all(p.memory.fits for p in each),
+                each[0].memory.needed_bytes,
+            )
             for form, each in by_form.items()
         }
-        return gains, [form for form, each in by_form.items() if all(p.memory.fits for p in each)]
 
     def _said_of(self, target: str) -> str:
         """Return which form a target is to take, and what it gains over each other one."""
-        best = self.best_form(target)
-        gains, fitting = self._gains_on(target)
-        if not fitting:
+        forms, best = self._forms_on(target), self.best_form(target)
+        if not any(fits for _, fits, _ in forms.values()):
             return f"{target}: no form fits a core's memory; share the model over more (--tp)"
         if best is None:
             return f"{target}: no form that fits is known to keep the quality"
+        gain, _, needed = forms.pop(best)
         error = ERRORS[self.predictions[0].price]
         said = [f"{target}: take {best}"]
         quality = quality_of(best)
         if quality is not None and quality[1] != (1.0, 1.0):
             said[0] += " ({:.2f} and {:.2f} times the perplexity of bf16)".format(*quality[1])
-        for form, gain in gains.items():
-            over = gains[best] / gain
+        for form, (other, fits, held) in forms.items():
+            over = gain / other
             times = f"{over:.2f}x over {form}"
-            if form == best:
-                continue
-            if form not in fitting:
+            if not fits:
                 said.append(f"{times}, which does not fit")
             elif over < 1.0:
                 why = "is not known to keep" if quality_of(form) is None else "does not keep"
@@ -350,17 +327,11 @@ class Plan(Shown, Record):
             elif told_apart(over, error):
                 said.append(times)
             else:
-                share = self._gib_of(best, target) / self._gib_of(form, target)
                 said.append(
                     f"not told apart from {form} in time ({over:.2f}x, error {100 * error:.0f} %), "
-                    f"with {share:.2f} of its memory"
+                    f"with {needed / held:.2f} of its memory"
                 )
         return "; ".join(said)
-
-    def _gib_of(self, form: str, target: str) -> float:
-        """Return the memory that a form's first prediction for a target needs."""
-        found = next(p for p in self.predictions if (p.form, p.target) == (form, target))
-        return found.memory.needed_bytes / 2**30
 
     def over_first(self, p: ModelPrediction, phase: int = -1) -> float:
         """Return how many times faster a prediction is than the first form of its setting."""

@@ -32,7 +32,7 @@ def site(name, weight):
     n, k = weight.shape
     linear = nn.Linear(k, n, bias=False)
     linear.weight.data = weight
-    return Site((name,), linear, k, n, transposed=False)
+    return Site((name,), linear, k, n)
 
 
 def moment(rows):
