@@ -286,10 +286,10 @@ def _package(name: str, model: str, install: str, reader: str = "transformers") 
     return Path(spec.origin).parent
 
 
-def require_transformers(purpose: str, extra: str = "hf") -> Any:
-    """Import and return transformers, or raise MissingPackageError. extra: the one that has all."""
+def require_transformers(purpose: str) -> Any:
+    """Import and return transformers, or raise MissingPackageError."""
     from nmm_compiler.lowrank_models import hf
 
-    transformers = hf.require_transformers(purpose, extra)
+    transformers = hf.require_transformers(purpose)
     transformers.utils.logging.disable_progress_bar()  # commands show their own progress
     return transformers

@@ -13,6 +13,7 @@ which the tokens that did not choose an expert are zeros.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
@@ -43,8 +44,20 @@ class SplitExperts(nn.Module):
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
         self._base = [base]  # in a list, so that its parameters are not registered a second time
-        for name in _projections(base):
-            self.add_module(name, nn.ModuleList(_slices(base, name)))
+        for name in _projections(self.base):
+            self.add_module(name, nn.ModuleList())
+            for i in range(self.base.num_experts):
+                getattr(self, name).append(self._slice(name, i))
+
+    def _slice(self, name: str, i: int) -> ExpertLinear:
+        """Return the linear of an expert, whose weight and bias are views of the stacked ones."""
+        stacked, bias = getattr(self.base, name), getattr(self.base, f"{name}_bias", None)
+        weight = stacked.detach()[i].T if self.base.is_transposed else stacked.detach()[i]
+        linear = ExpertLinear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
+        linear.weight = nn.Parameter(weight, stacked.requires_grad)
+        if bias is not None:
+            linear.bias = nn.Parameter(bias.detach()[i], bias.requires_grad)
+        return linear.train(self.base.training)
 
     @property
     def base(self) -> Any:
@@ -199,12 +212,25 @@ def install(layer: nn.Module, name: str, experts: nn.ModuleList) -> None:
 
 def adopt(layer: nn.Module) -> None:
     """Make a layer of stacked experts one that computes by `nmm.experts`; its attributes and its
-    weights stay."""
+    weights stay. What its gate computes is found by its values."""
     given = cast(Any, layer)
     given.dense_class, given.dense_transposed = type(layer), given.is_transposed
     if not isinstance(layer, CompressedExperts):
         layer.__class__ = CompressedExperts
-    given.said = _gating(layer)
+    given.said = None
+    if not given.has_gate:
+        return
+    with torch.device("cpu"):  # also where a model without weights is loaded
+        points = torch.tensor(_SAMPLE, dtype=torch.float64)
+        drawn = torch.randint(len(points), (64, 256), generator=torch.Generator().manual_seed(0))
+        sample = points[drawn]
+    with contextlib.suppress(RuntimeError, TypeError):  # a gate that has weights of its own
+        made = _gated(layer, sample)
+        limits, slopes = (
+            [float(getattr(layer, key))] if hasattr(layer, key) else []
+            for key in ("limit", "alpha")
+        )
+        given.said = chosen.said_of(sample, made, limits, slopes, (1.0,))
 
 
 def _filled(tensor: torch.Tensor, dim: int, step: int) -> torch.Tensor:
@@ -293,24 +319,6 @@ def _call(layer: Any, dtype: torch.dtype) -> dict[str, Any] | None:
     return made | {"format": formats[0]}
 
 
-def _gating(layer: Any) -> dict[str, Any] | None:
-    """Return how `nmm.experts` says what a layer's gate computes, found by its values."""
-    if not layer.has_gate:
-        return None
-    with torch.device("cpu"):  # also where a model without weights is loaded
-        points = torch.tensor(_SAMPLE, dtype=torch.float64)
-        drawn = torch.randint(len(points), (64, 256), generator=torch.Generator().manual_seed(0))
-        sample = points[drawn]
-    try:
-        made = _gated(layer, sample)
-    except (RuntimeError, TypeError):  # a gate that has weights of its own
-        return None
-    limits, slopes = (
-        [float(getattr(layer, name))] if hasattr(layer, name) else [] for name in ("limit", "alpha")
-    )
-    return chosen.said_of(sample, made, limits, slopes, (1.0,))
-
-
 def _product(layer: Any, name: str, x: torch.Tensor) -> torch.Tensor:
     """Return the product of x [experts, tokens, k] with a stacked weight in any form."""
     factors, base, weight = _parts(layer, name)
@@ -320,16 +328,11 @@ def _product(layer: Any, name: str, x: torch.Tensor) -> torch.Tensor:
     elif weight is not None and not layer.dense_transposed:
         weight = weight.mT
     if weight is not None:
-        y = torch.bmm(_fitted(x, weight.shape[1]), weight)
+        y = torch.bmm(_filled(x, 2, weight.shape[1]), weight)
     if factors is not None:
-        p = torch.bmm(_fitted(x, factors.down.shape[2]), factors.down.mT)
+        p = torch.bmm(_filled(x, 2, factors.down.shape[2]), factors.down.mT)
         y = y + torch.bmm(p, factors.up.mT)
     return y + getattr(layer, f"{name}_bias")[:, None] if layer.has_bias else y
-
-
-def _fitted(x: torch.Tensor, features: int) -> torch.Tensor:
-    """Return x with so many features, those that only blocks have zeros."""
-    return functional.pad(x, (0, features - x.shape[-1]))
 
 
 def _gated(base: Any, y: torch.Tensor) -> torch.Tensor:
@@ -340,18 +343,3 @@ def _gated(base: Any, y: torch.Tensor) -> torch.Tensor:
 
 def _projections(base: Any) -> tuple[str, str]:
     return ("gate_up_proj" if base.has_gate else "up_proj", "down_proj")
-
-
-def _slices(base: Any, name: str) -> list[ExpertLinear]:
-    """Return a linear per expert, whose weight and bias are views of the stacked ones."""
-    stacked, wants = getattr(base, name), getattr(base, name).requires_grad
-    found = []
-    for i in range(base.num_experts):
-        weight = stacked.detach()[i].T if base.is_transposed else stacked.detach()[i]
-        linear = ExpertLinear(weight.shape[1], weight.shape[0], base.has_bias, device="meta")
-        linear.weight = nn.Parameter(weight, wants)
-        if base.has_bias:
-            bias = getattr(base, f"{name}_bias")
-            linear.bias = nn.Parameter(bias.detach()[i], bias.requires_grad)
-        found.append(linear.train(base.training))
-    return found

@@ -34,7 +34,7 @@ from nmm_compiler.errors import FileError, MissingPackageError, OptionTypeError,
 from nmm_compiler.lowrank_models.experts import CompressedExperts
 from nmm_compiler.lowrank_models.hf_layers import METHOD, SavedLayers
 from nmm_compiler.lowrank_models.modules import lowrank_layers
-from nmm_compiler.outputs import replace_directory
+from nmm_compiler.outputs import read_json, replace_directory
 
 _CODE = "modeling_nmm_lowrank"
 
@@ -48,26 +48,40 @@ def register() -> None:
     importlib.import_module("nmm_compiler.lowrank_models.hf_quantizer")
 
 
-def require_transformers(purpose: str, extra: str = "hf") -> Any:
-    """Import and return transformers, or raise MissingPackageError. extra: the one that has all."""
+def require_transformers(purpose: str) -> Any:
+    """Import and return transformers, or raise MissingPackageError."""
     try:
         return importlib.import_module("transformers")
     except ImportError:
-        raise MissingPackageError("transformers", purpose, extra) from None
+        raise MissingPackageError("transformers", purpose, "hf") from None
 
 
 def attach(model: Any) -> None:
     """Write the ranks of a transformers model's low-rank layers into a config of its own.
 
-    The config is copied first: another model may share it. Raises FileError when the model
-    is quantized by another method.
+    The config is copied first, for all modules of the model: another one may share it. Raises
+    FileError when the model is quantized by another method, or its factors by another library, as
+    torchao does.
     """
     register()
     from nmm_compiler.lowrank_models.hf_quantizer import LowRankConfig, LowRankQuantizer
 
     check_savable(model)
-    check_plain(model)
-    _own_config(model)
+    for name, layer in lowrank_layers(model).items():
+        for weight in (layer.down.weight, layer.up.weight):
+            if type(weight) not in (torch.Tensor, nn.Parameter):
+                raise FileError(
+                    f"the factors of {name} are {type(weight).__name__}s, which cannot be saved "
+                    "with ranks; save the model before quantizing and quantize after loading, or "
+                    'use quantize_factors(model, "int8" or "fp8"), which is saved with it'
+                )
+    kind = next(k for k in type(model.config).__mro__ if k.__name__.lower() == "pretrainedconfig")
+    memo: dict[int, Any] = {}
+    copy.deepcopy(model.config, memo)
+    for module in model.modules():
+        for key, value in list(vars(module).items()):
+            if isinstance(value, kind) and id(value) in memo:
+                setattr(module, key, memo[id(value)])
     config = LowRankConfig(**SavedLayers.of(model).to_dict())
     model.config.quantization_config = config
     model.hf_quantizer = LowRankQuantizer(config)
@@ -97,19 +111,6 @@ def check_savable(model: nn.Module) -> None:
     )
 
 
-def check_plain(model: nn.Module) -> None:
-    """Raise FileError for factors that another library has quantized, as torchao does."""
-    for name, layer in lowrank_layers(model).items():
-        for linear in (layer.down, layer.up):
-            weight = linear.weight
-            if type(weight) not in (torch.Tensor, nn.Parameter):
-                raise FileError(
-                    f"the factors of {name} are {type(weight).__name__}s, which cannot be saved "
-                    "with ranks; save the model before quantizing and quantize after loading, or "
-                    'use quantize_factors(model, "int8" or "fp8"), which is saved with it'
-                )
-
-
 def _is_transformers(model: nn.Module) -> bool:
     transformers = sys.modules.get("transformers")
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
@@ -124,17 +125,6 @@ def _method(model: Any) -> str | None:
         if method is not None:
             return str(getattr(method, "value", method))
     return None
-
-
-def _own_config(model: Any) -> None:
-    """Give a model, and all modules in it, a copy of the config objects that they hold."""
-    memo: dict[int, Any] = {}
-    kind = next(k for k in type(model.config).__mro__ if k.__name__.lower() == "pretrainedconfig")
-    copy.deepcopy(model.config, memo)
-    for module in model.modules():
-        for key, value in list(vars(module).items()):
-            if isinstance(value, kind) and id(value) in memo:
-                setattr(module, key, memo[id(value)])
 
 
 def save(
@@ -169,15 +159,26 @@ def save(
         wanted = "a transformers model; lowrank_models.save.save_factors writes any other"
         raise OptionTypeError("model", type(model).__name__, wanted)
     attach(model)
+    from transformers.models.auto import modeling_auto
 
     def write(staging: Path) -> None:
         model.save_pretrained(staging, **more)
         if tokenizer is not None:
             tokenizer.save_pretrained(staging)
-        if not any(isinstance(module, CompressedExperts) for module in model.modules()):
-            _add_code(model, staging)
         for name, text in (files or {}).items():
             (staging / name).write_text(text, encoding="utf-8")
+        if any(isinstance(module, CompressedExperts) for module in model.modules()):
+            return
+        source, path = Path(__file__).with_name(f"{_CODE}.py"), staging / "config.json"
+        shutil.copyfile(source, staging / source.name)
+        names = {}  # the classes of the modeling file, by the Hub's convention
+        for name in (one for one in dir(modeling_auto) if one.startswith("AutoModel")):
+            known = getattr(getattr(modeling_auto, name), "_model_mapping", {})
+            own = getattr(known.get(type(model.config), None), "__name__", "")
+            if own == type(model).__name__ or (own and name == "AutoModel"):
+                names[name] = f"{_CODE}.{own}"
+        config = {**read_json(path), "auto_map": names}
+        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
     try:
         replace_directory(Path(directory), write, stale=("model*.safetensors*",))
@@ -187,21 +188,3 @@ def save(
             "they were: make room, or pass another directory"
         ) from error
     return Path(directory)
-
-
-def _add_code(model: Any, directory: Path) -> None:
-    """Copy the modeling file, and name its classes in config.json, by the Hub's convention."""
-    from transformers.models.auto import modeling_auto
-
-    source = Path(__file__).with_name(f"{_CODE}.py")
-    shutil.copyfile(source, directory / source.name)
-    names = {}
-    for name in (one for one in dir(modeling_auto) if one.startswith("AutoModel")):
-        known = getattr(getattr(modeling_auto, name), "_model_mapping", {})
-        kind = known.get(type(model.config), None)
-        own = getattr(kind, "__name__", "")
-        if own == type(model).__name__ or (own and name == "AutoModel"):
-            names[name] = f"{_CODE}.{own}"
-    path = directory / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    path.write_text(json.dumps({**config, "auto_map": names}, indent=2) + "\n", encoding="utf-8")

@@ -99,7 +99,10 @@ def prepare(model: nn.Module, saved: SavedLayers) -> tuple[str, ...]:
     modules = dict(model.named_modules())
     base = getattr(model, "base_model_prefix", "")
     headless = getattr(model, "base_model", None) is model
-    found = {name: _find(name, modules, base) for name in saved.ranks}
+    found = {}
+    for saved_name in saved.ranks:  # with or without the base model's prefix
+        forms = (saved_name, f"{base}.{saved_name}", saved_name.removeprefix(f"{base}."))
+        found[saved_name] = next((form for form in forms if form in modules), None)
     if headless and any(found.values()):
         # A base model loaded from a checkpoint with a head: layers of the head have no place here.
         found = {s: n for s, n in found.items() if n or s.startswith(f"{base}.")}
@@ -107,27 +110,18 @@ def prepare(model: nn.Module, saved: SavedLayers) -> tuple[str, ...]:
         stack = modules.get(str(name))
         each = len(stack) if isinstance(stack, nn.ModuleList) else 0
         for place in [f"{name}.{i}" for i in range(each)] or [str(name)]:
-            old = modules.get(place)
+            old: Any = modules.get(place)
             if not sizes_of(old):
                 raise FileError(
                     f"the saved config gives rank {saved.ranks[saved_name]} to {saved_name!r}, "
                     f"which is no linear layer of {type(model).__name__}; load it into the "
                     "architecture it was saved from"
                 )
-            put(model, [place], _empty(old, saved, saved_name))
+            weight, (n, k) = old.weight, sizes_of(old)
+            layer = empty_layer(
+                n, k, saved.ranks[saved_name], saved.bases.get(saved_name),
+                saved.formats.get(saved_name), (weight.dtype, weight.dtype), old.bias is not None,
+            )  # fmt: skip
+            put(model, [place], layer if weight.is_meta else layer.to_empty(device=weight.device))
     experts.join(model)
     return tuple(name for name in found.values() if name is not None)
-
-
-def _empty(old: Any, saved: SavedLayers, name: str) -> nn.Module:
-    """Return what is saved in the place of a linear, without values, on its device."""
-    weight, bias, (n, k) = old.weight, old.bias is not None, sizes_of(old)
-    forms, dtypes = (saved.bases.get(name), saved.formats.get(name)), (weight.dtype, weight.dtype)
-    layer = empty_layer(n, k, saved.ranks[name], *forms, dtypes, bias)
-    return layer if weight.is_meta else layer.to_empty(device=weight.device)
-
-
-def _find(name: str, modules: Mapping[str, nn.Module], base: str) -> str | None:
-    """Return a saved name as this model has it: with or without the base model's prefix."""
-    forms = [name, f"{base}.{name}", name.removeprefix(f"{base}.")]
-    return next((form for form in forms if form in modules), None)

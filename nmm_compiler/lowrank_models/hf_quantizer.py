@@ -52,9 +52,20 @@ class LowRankQuantizer(HfQuantizer):
         return model
 
     def get_state_dict_and_metadata(self, model: nn.Module, *_: Any) -> tuple[Any, Any]:
-        """Return what is stored; called before the config is written."""
+        """Return what is stored, with a guard per low-rank layer, and per stack of experts; called
+        before the config is written."""
         cast(Any, model).config.quantization_config.saved = SavedLayers.of(model)
-        return guarded(model), {}
+        state: dict[str, torch.Tensor] = dict(model.state_dict())
+        dtype = getattr(model, "dtype", torch.float32)
+        for name, factors, base in compressed(model):
+            guard = torch.zeros(1, dtype=dtype)
+            if isinstance(factors, LowRankLinear) or isinstance(base, QuantizedLinear):
+                name = f"{name}.weight"
+            else:  # [experts, n, k] with one expert, which transformers may store as two matrices
+                guard = torch.zeros(1, 2, 1)
+            if _is_stored(model, name, guard):
+                state[name] = guard
+        return state, {}
 
     def is_serializable(self, *_: Any, **__: Any) -> bool:
         """Return that `save_pretrained` may be called."""
@@ -76,19 +87,6 @@ class LowRankQuantizer(HfQuantizer):
             if isinstance(layer, (LowRankLinear, QuantizedLinear)):
                 put(model, [name], layer.merge())
         return model
-
-
-def guarded(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the state dict with a guard per low-rank layer, and per stack of experts."""
-    state: dict[str, torch.Tensor] = dict(model.state_dict())
-    dtype = getattr(model, "dtype", torch.float32)
-    guards: dict[str, torch.Tensor] = {}
-    for name, factors, base in compressed(model):
-        if isinstance(factors, LowRankLinear) or isinstance(base, QuantizedLinear):
-            guards[f"{name}.weight"] = torch.zeros(1, dtype=dtype)
-        else:  # [experts, n, k] with one expert, which transformers may store as two matrices
-            guards[name] = torch.zeros(1, 2, 1)
-    return state | {name: guard for name, guard in guards.items() if _is_stored(model, name, guard)}
 
 
 def _is_stored(model: nn.Module, name: str, guard: torch.Tensor) -> bool:

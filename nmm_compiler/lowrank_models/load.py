@@ -9,6 +9,7 @@ executed: no remote code, and pickled weights go through torch's `weights_only` 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import stat
 from pathlib import Path
@@ -58,13 +59,21 @@ def check_files(directory: Path) -> None:
     config = read_json(directory / "config.json")
     for key, value in config.items():
         largest = next((v for end, v in _LARGEST.items() if key.endswith(end)), None)
-        if largest is None or isinstance(value, bool) or not isinstance(value, (int, float)):
-            continue
-        if not isinstance(value, int) or not 0 <= value <= largest:
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        right = isinstance(value, int) and largest is not None and 0 <= value <= largest
+        if largest is not None and number and not right:
             raise FileError(f"config.json has {key} {value!s:.40}; restore the file")
     whole = directory / "model.safetensors"
     for path in [whole] if whole.exists() else indexed(directory):
-        check_weights(path)
+        if not path.exists():
+            raise FileError(f"{path.name} is missing; copy the whole directory again")
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would hang
+            raise FileError(f"{path.name} is not a regular file")
+        try:
+            with safe_open(path, framework="pt") as file:
+                file.keys()
+        except (SafetensorError, OSError) as error:
+            raise FileError(f"{path.name} is no whole safetensors file ({error})") from error
 
 
 def indexed(directory: Path) -> list[Path]:
@@ -86,19 +95,6 @@ def indexed(directory: Path) -> list[Path]:
     return [directory / name for name in sorted(set(names.values()))]
 
 
-def check_weights(path: Path) -> None:
-    """Raise FileError unless the file is a whole safetensors file; a pipe would hang."""
-    if not path.exists():
-        raise FileError(f"{path.name} is missing; copy the whole directory again")
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise FileError(f"{path.name} is not a regular file")
-    try:
-        with safe_open(path, framework="pt") as file:
-            file.keys()
-    except (SafetensorError, OSError) as error:
-        raise FileError(f"{path.name} is no whole safetensors file ({error})") from error
-
-
 def _load(directory: Path) -> Any:
     import transformers
 
@@ -106,7 +102,17 @@ def _load(directory: Path) -> Any:
     here: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     config = transformers.AutoConfig.from_pretrained(directory, **here)
     kind = _model_class(config)
-    _check_size(kind, config, directory)
+    build, dense = getattr(kind, "from_config", kind), 0  # of an auto class, else the class itself
+    # what cannot be built so is built in another way by from_pretrained, or raises there
+    with contextlib.suppress(Exception), torch.device("meta"):
+        dense = sum(p.numel() for p in build(copy.deepcopy(config)).parameters())
+    files = [*directory.glob("*.safetensors"), *directory.glob("*.bin")]
+    stored = sum(path.stat().st_size for path in files)
+    if dense > _MOST_DENSE * max(stored, 1 << 10):
+        raise FileError(
+            f"config.json describes a model of {dense} parameters, the weights have {stored} "
+            "bytes; restore config.json"
+        )
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()  # its warnings are errors here
     try:
@@ -142,23 +148,6 @@ def _model_class(config: Any) -> Any:
             f"{transformers.__version__} has no such model; restore the line of the original"
         )
     return kind
-
-
-def _check_size(kind: Any, config: Any, directory: Path) -> None:
-    """Raise FileError when the model that config.json describes dwarfs the weights."""
-    files = [*directory.glob("*.safetensors"), *directory.glob("*.bin")]
-    stored = sum(path.stat().st_size for path in files)
-    build = getattr(kind, "from_config", kind)  # of an auto class, else the class itself
-    try:
-        with torch.device("meta"):
-            dense = sum(p.numel() for p in build(copy.deepcopy(config)).parameters())
-    except Exception:  # from_pretrained builds it in another way, and loads it or raises
-        return
-    if dense > _MOST_DENSE * max(stored, 1 << 10):
-        raise FileError(
-            f"config.json describes a model of {dense} parameters, the weights have {stored} "
-            "bytes; restore config.json"
-        )
 
 
 def load_tokenizer(directory: str | Path) -> Any:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,8 +154,20 @@ def groups_of(
     known = {layer.name: layer for layer in layers}
     copy = MetaModel(without_data(model), type(model).__name__)
     shorten(copy)
+    given: Any = arguments(inputs)
+    args, kwargs = tree_map_only(torch.Tensor, lambda t: t.detach().to("meta"), given)
+    forward = inspect.signature(copy.module.forward)
+    if "use_cache" in forward.parameters.keys() - forward.bind_partial(*args, **kwargs).arguments:
+        kwargs["use_cache"] = False  # transformers' cache cannot be traced without data
+    groups: list[Together] = []
+    for graph, values in all_graphs(copy.module, args, kwargs):
+        c = read_graph(graph, collect_values(graph, values))
+        parameters = parameter_names(copy.module, graph, values)
+        forms = [(node, form) for node in c.graph.nodes for _, form in products_at(c, node)]
+        products = (dense_product(c, *one, parameters) for one in forms)
+        groups += together(c, [one for one in products if one is not None])
     found: dict[str, Group] = {}
-    for one in _traced(copy.module, inputs):
+    for one in groups:
         weights = [product.weights[0] for product in one.products]
         paths = [copy.originals(name.removesuffix(".weight")) for name in weights]
         for names in zip(*paths, strict=True) if all(weights) else ():
@@ -167,24 +179,6 @@ def groups_of(
                 found |= dict.fromkeys([layer.name for layer in some], group)
     every = [found.get(layer.name) or Group((layer,)) for layer in layers]
     return list(dict.fromkeys(every))
-
-
-def _traced(module: nn.Module, inputs: Any) -> list[Together]:
-    """Return the products of a module by the kernels that may compute them."""
-    given: Any = arguments(inputs)
-    given = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("meta"), given)
-    args, kwargs = given
-    forward = inspect.signature(module.forward)
-    if "use_cache" in forward.parameters.keys() - forward.bind_partial(*args, **kwargs).arguments:
-        kwargs["use_cache"] = False  # transformers' cache cannot be traced without data
-    groups: list[Together] = []
-    for graph, values in all_graphs(module, args, kwargs):
-        c = read_graph(graph, collect_values(graph, values))
-        names = parameter_names(module, graph, values)
-        forms = [(node, form) for node in c.graph.nodes for _, form in products_at(c, node)]
-        products = (dense_product(c, *one, names) for one in forms)
-        groups += together(c, [one for one in products if one is not None])
-    return groups
 
 
 # -- what a call takes -------------------------------------------------------------------------
@@ -274,11 +268,15 @@ class Prices:
             for (name, tokens, weight), dense, us in zip(self.workload, *sums, strict=True)
         )
 
+    def both(self, ranks: Ranks) -> Iterator[tuple[Group, float, float]]:
+        """Yield each group with what it takes dense, and at these ranks."""
+        for group in self.groups:
+            yield group, self.group_us(group, {}), self.group_us(group, ranks)
+
     def slower(self, ranks: Ranks) -> dict[str, str]:
         """Return the low-rank layers of calls that are slower than dense, each with the figures."""
         slow: dict[str, str] = {}
-        for group in self.groups:
-            low, dense = self.group_us(group, ranks), self.group_us(group, {})
+        for group, dense, low in self.both(ranks):
             if low > dense:
                 note = f"its call would take {low:.1f} us, dense {dense:.1f}: kept dense"
                 slow |= {layer.name: note for layer in group.layers if ranks.get(layer.name)}
@@ -300,8 +298,7 @@ class Prices:
         Layers of a call gain alike, so that none of a call that is faster is shown as slower.
         """
         made: dict[str, tuple[float, float]] = {}
-        for group in self.groups:
-            dense, low = self.group_us(group, {}), self.group_us(group, ranks)
+        for group, dense, low in self.both(ranks):
             held = sum(layer.k * layer.n for layer in group.layers)
             for layer in group.layers:
                 share = layer.k * layer.n / held
@@ -335,14 +332,13 @@ def kernel_prices(
     if inputs is not None and any(layer.k * layer.n > least for layer in layers):
         try:
             groups, note = groups_of(model, layers, inputs), ""
-        except NmmError as error:
-            note += f": {error}"
         except Exception as error:  # the model's own code may not run without data
-            note += f": no trace without data ({type(error).__name__})"
+            why = f"no trace without data ({type(error).__name__})"
+            note += f": {error if isinstance(error, NmmError) else why}"
 
     priced = [g for g in groups if any(layer.k * layer.n > least for layer in g.layers)]
-    if len(priced) < len(groups):
-        small = sum(len(g.layers) for g in groups) - sum(len(g.layers) for g in priced)
+    small = len(layers) - sum(len(g.layers) for g in priced)
+    if small:
         said = f"no time is predicted for {small} layers: a DMA's start takes longer than they load"
         note = f"{note}; {said}" if note and priced else said
 

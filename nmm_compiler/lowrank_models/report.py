@@ -234,11 +234,14 @@ class CompressionReport(Shown, Record):
             (skip.name, " x ".join(map(str, skip.shape)), *"------", skip.reason)
             for skip in self.skipped
         ]
-        figures = ("n x k", "rank", "removed", "weight", "output", "dense us", "us")
+        head = ("layer", "n x k", "rank", "removed", "weight", "output", "dense us", "us", "note")
+        # without columns that say nothing in any row; a terminal is narrow
+        kept = [i for i in range(len(head)) if not rows or {row[i] for row in rows} - {"", "-"}]
+        told = [[row[i] for i in kept] for row in rows]
         return [
             Line(self.summary(), "headline"),
             *self._predicted(),
-            _without_empty(Grid.of(("layer", *figures, "note"), rows, right=figures)),
+            Grid.of([head[i] for i in kept], told, right=head[1:-1]),
             Line("weight, output: relative error of the weight, and of the output over calibration",
                  "note"),
             *([Line("us: predicted share of the layer's call, dense and now, in the mix of passes",
@@ -264,15 +267,6 @@ class CompressionReport(Shown, Record):
             more = f" and {len(self.slower) - 6} more" if len(self.slower) > 6 else ""
             made.append(Line(f"made slower than dense, as asked: {names}{more}", "warning"))
         return made
-
-
-def _without_empty(grid: Grid) -> Grid:
-    """Return the table without columns that say nothing in any row; a terminal is narrow."""
-    if not grid.rows:
-        return grid
-    kept = [i for i in range(len(grid.head)) if {row[i] for row in grid.rows} - {"", "-"}]
-    rows = [tuple(row[i] for i in kept) for row in grid.rows]
-    return Grid.of([grid.head[i] for i in kept], rows, right=grid.right)
 
 
 def _figure(value: float | None, digits: int = 4) -> str:

@@ -108,7 +108,20 @@ def load_factors(
             "known names: NAME.down and NAME.up, *_v_proj and *_u_proj, NAME.V and NAME.U"
         )
     layers = {name: _layer(name, parts, linears[name], where) for name, parts in factors.items()}
-    renamed = _rest(model, rest, set(layers), prefix, where)
+    own = model.state_dict()
+    renamed: dict[str, torch.Tensor] = {}
+    for key, tensor in rest.items():
+        forms = (key, f"{prefix}.{key}", key.removeprefix(f"{prefix}."))
+        name = next((form for form in forms if form in own), key)
+        if name.rpartition(".")[0] in layers:
+            continue  # such as the guard of a saved low-rank layer
+        if name not in own or own[name].shape != tensor.shape:
+            has = f"as {list(own[name].shape)}" if name in own else "no place for it"
+            raise FileError(
+                f"{where} has {key!r} as {list(tensor.shape)}, and {type(model).__name__} has "
+                f"{has}; load it into the architecture it was made from"
+            )
+        renamed[name] = tensor
     for name, layer in layers.items():
         put(model, [one for one, old in linears.items() if old is linears[name]], layer)
     model.load_state_dict(renamed, strict=False)
@@ -193,28 +206,3 @@ def _layer(
     if not weight.is_meta:
         layer.to(weight.device)
     return layer.requires_grad_(weight.requires_grad).train(old.training)
-
-
-def _rest(
-    model: nn.Module,
-    rest: Mapping[str, torch.Tensor],
-    lowrank: set[str],
-    prefix: str,
-    where: str,
-) -> dict[str, torch.Tensor]:
-    """Return the other tensors under the model's names; raise for names that the model lacks."""
-    own = model.state_dict()
-    renamed: dict[str, torch.Tensor] = {}
-    for key, tensor in rest.items():
-        forms = (key, f"{prefix}.{key}", key.removeprefix(f"{prefix}."))
-        name = next((form for form in forms if form in own), key)
-        if name.rpartition(".")[0] in lowrank:
-            continue  # such as the guard of a saved low-rank layer
-        if name not in own or own[name].shape != tensor.shape:
-            has = f"as {list(own[name].shape)}" if name in own else "no place for it"
-            raise FileError(
-                f"{where} has {key!r} as {list(tensor.shape)}, and {type(model).__name__} has "
-                f"{has}; load it into the architecture it was made from"
-            )
-        renamed[name] = tensor
-    return renamed

@@ -71,15 +71,38 @@ def tensor_parallel_plan(
         raise OptionTypeError(
             "model", type(model).__name__, "a transformers model with a tensor-parallel plan"
         )
-    _check_heads(model, mesh.size())
-    tied = bool(getattr(getattr(model, "config", None), "tie_word_embeddings", False))
-    plan = {}
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    devices, config = mesh.size(), getattr(model, "config", None)
+    for field in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, field, None)
+        if isinstance(heads, int) and heads % devices:
+            raise ShapeError(
+                f"the model has {heads} {field}, which do not divide by {devices} devices; use a "
+                f"mesh whose size divides {heads}"
+            )
+    plan: dict[str, ParallelStyle] = {}
     for name, role in roles.items():
-        module = model.get_submodule(name)
-        if role == "head" and tied:
+        if role == "head" and getattr(config, "tie_word_embeddings", False):
             continue  # its weight is that of the embedding, which every device reads whole
-        _check(name, module, role, split, mesh.size())
-        plan[name] = _style(module, role, split)
+        module: Any = model.get_submodule(name)
+        low_rank, rows = isinstance(module, LowRankLinear), role == "rowwise"
+        ways = {"in_features" if rows else "out_features": "use a smaller mesh"}
+        if low_rank and split == "rank":
+            ways["rank"] = "compress with align= a multiple of it, or take split='row'"
+        for what, way in ways.items():
+            if getattr(module, what) % devices:
+                raise ShapeError(
+                    f"{name} has {what} {getattr(module, what)}, which does not divide by "
+                    f"{devices} devices; {way}"
+                )
+        if low_rank:
+            plan[name] = low_rank_style(role, split)
+        elif rows:
+            plan[name] = RowwiseParallel()
+        else:
+            plan[name] = ColwiseParallel(output_layouts=Replicate() if role == "head" else None)
     return plan
 
 
@@ -106,42 +129,6 @@ def linear_roles(model: nn.Module) -> dict[str, str]:
         if role in ("colwise", "rowwise", "head"):
             found[name] = role
     return found
-
-
-def _check_heads(model: nn.Module, devices: int) -> None:
-    config: Any = getattr(model, "config", None)
-    for field in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(config, field, None)
-        if isinstance(heads, int) and heads % devices:
-            raise ShapeError(
-                f"the model has {heads} {field}, which do not divide by {devices} devices; use a "
-                f"mesh whose size divides {heads}"
-            )
-
-
-def _check(name: str, module: Any, role: str, split: str, devices: int) -> None:
-    cut = "in_features" if role == "rowwise" else "out_features"
-    sizes = {cut: getattr(module, cut)}
-    if isinstance(module, LowRankLinear) and split == "rank":
-        sizes["rank"] = module.rank
-    for what, size in sizes.items():
-        if size % devices:
-            way = "compress with align= a multiple of it, or take split='row'"
-            raise ShapeError(
-                f"{name} has {what} {size}, which does not divide by {devices} devices; "
-                f"{way if what == 'rank' else 'use a smaller mesh'}"
-            )
-
-
-def _style(module: nn.Module, role: str, split: str) -> ParallelStyle:
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-
-    if isinstance(module, LowRankLinear):
-        return low_rank_style(role, split)
-    if role == "rowwise":
-        return RowwiseParallel()
-    return ColwiseParallel(output_layouts=Replicate() if role == "head" else None)
 
 
 def low_rank_style(role: str, split: str) -> ParallelStyle:
