@@ -15,7 +15,7 @@ from ..pieces.loads_and_stores import position
 @nki.jit
 def attention(q, k, v, spec, schedule, **others):
     """Return y."""
-    groups = spec.batch * spec.kv_heads
+    groups = spec.groups
     heads = 2 * spec.batch * spec.heads if schedule.split else spec.batch * spec.heads
     out = nl.ndarray((heads, spec.m, spec.d), dtype=q.dtype, buffer=nl.shared_hbm)
     part = out
@@ -55,7 +55,7 @@ def attention(q, k, v, spec, schedule, **others):
             )
 
         # the loop variable is a register because its bound is one
-        nl.fori_loop(0, nisa.register_alloc(spec.batch * spec.kv_heads), body)
+        nl.fori_loop(0, nisa.register_alloc(spec.groups), body)
     else:
         outs = []
         qs = []

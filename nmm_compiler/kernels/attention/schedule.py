@@ -41,7 +41,7 @@ class AttentionSchedule(Schedule):
         """Return (how often, spec of one turn) of the loop on the device, if there is one."""
         if not self.loop:
             return [(1, spec)]
-        return [(spec.batch * spec.kv_heads, self.so_many_turns(spec, 1))]
+        return [(spec.groups, self.so_many_turns(spec, 1))]
 
     def so_many_turns(self, spec: AttentionSpec, count: int) -> AttentionSpec:
         """Return the spec of so many groups of heads, each as a sequence of its own."""
@@ -49,18 +49,19 @@ class AttentionSchedule(Schedule):
 
     def sbuf_bytes(self, spec: AttentionSpec) -> dict[str, int]:
         """Return bytes per partition of each SBUF buffer, one copy each."""
-        size, parts = item_bytes(spec.dtype), tiles(spec.d, 128)
+        size, parts = item_bytes(spec.dtype), spec.parts
         keys = tiles(spec.context, 128)
         if spec.decode:
             chunk = min(_CHUNK, keys)
             turned = chunk * parts * 128 * size if turns_keys(spec) else 0
             columns = spec.columns * (1 if self.loop else spec.at_once)
+            queries = (1 + self.pack) * spec.d + parts * self.pack * spec.columns
             return {
                 "k": chunk * spec.d * size + turned,
                 "v": chunk * spec.d * size,
                 "scores": keys * columns * 4,
                 "weights": keys * columns * size,
-                "q": self._query_bytes(spec),
+                "q": queries * size + 512 + 256,  # with ones and identity
                 "y": 4 * 4 * spec.d,
             }
         section = min(spec.section, 128 * keys)
@@ -71,12 +72,6 @@ class AttentionSchedule(Schedule):
             "weights": 4 * section * size + (2 * 4 * section if spec.soft_cap else 0),
             "y": 4 * 4 * (spec.d + 1),
         }
-
-    def _query_bytes(self, spec: AttentionSpec) -> int:
-        """Return bytes per partition of the queries of a decode kernel, of ones and identity."""
-        pack, parts = self.pack, tiles(spec.d, 128)
-        held = (1 + pack if pack > 1 else 2) * spec.d + parts * pack * spec.columns
-        return held * item_bytes(spec.dtype) + 512 + 256
 
     def psum_banks(self, spec: AttentionSpec) -> dict[str, int]:
         """Return the PSUM banks of scores, of turned weights and of sums, two of each."""
@@ -92,11 +87,10 @@ class AttentionSchedule(Schedule):
             raise SpecError(
                 f"schedule: loop needs loops on the device, which {target.name} lacks; drop loop"
             )
-        whole_packs = spec.decode and turns_keys(spec) and self.pack == packed(spec.d)
-        if self.pack > 1 and not whole_packs:
+        if self.pack not in (1, packed(spec)):
             raise SpecError(
-                f"schedule: pack is {self.pack}, with k_layout {spec.k_layout!r} and d {spec.d}; "
-                f"decode kernels of keys in rows take {packed(spec.d)}"
+                f"schedule: pack is {self.pack}, with k_layout {spec.k_layout!r}, d {spec.d} and "
+                f"{spec.keys} keys; decode kernels of keys in rows take {packed(spec)}"
             )
         banks = self.psum_banks(spec)
         if sum(banks.values()) > target.psum_banks:
@@ -118,17 +112,17 @@ def turns_keys(spec: AttentionSpec) -> bool:
     return spec.k_layout == "row"
 
 
-def packed(d: int) -> int:
-    """Return how many tiles of keys of heads of d fill TensorE's rows."""
-    return 128 // d if d in _PACKED else 1
+def packed(spec: AttentionSpec) -> int:
+    """Return how many tiles of keys fill TensorE's rows, 1 where a cache has not as many."""
+    pack = 128 // spec.d if spec.decode and turns_keys(spec) and spec.d in _PACKED else 1
+    return pack if spec.keys // 128 >= pack else 1
 
 
 def candidates(spec: AttentionSpec, target: Target) -> Iterator[AttentionSchedule]:
     """Yield the one schedule that may be legal."""
     queue = target.dma_generates_descriptors
     # the one dialect of targets without generated descriptors has no views for packs
-    packs = spec.decode and turns_keys(spec) and queue
-    yield AttentionSchedule(own_queue=queue, pack=packed(spec.d) if packs else 1)
+    yield AttentionSchedule(own_queue=queue, pack=packed(spec) if queue else 1)
 
 
 def data_flow(spec: AttentionSpec, schedule: AttentionSchedule) -> tuple[str, ...]:
@@ -150,12 +144,10 @@ def data_flow(spec: AttentionSpec, schedule: AttentionSchedule) -> tuple[str, ..
 
 def work(spec: AttentionSpec, schedule: AttentionSchedule) -> Work:
     """Count the work of the engines; see `Work`."""
-    return _decode_work(spec, schedule) if spec.decode else _prefill_work(spec, schedule)
-
-
-def _decode_work(spec: AttentionSpec, schedule: AttentionSchedule) -> Work:
-    size, parts = item_bytes(spec.dtype), tiles(spec.d, 128)
-    groups, keys = spec.batch * spec.kv_heads, spec.cache_tiles
+    size, parts, groups = item_bytes(spec.dtype), spec.parts, spec.groups
+    if not spec.decode:
+        return _prefill_work(spec, size, parts, groups)
+    keys = spec.cache_tiles
     chunk = min(_CHUNK, keys)
     loads, per_chunk = groups * tiles(keys, chunk), 128 * chunk * spec.d * size
     each = spec.columns * spec.d * size
@@ -174,10 +166,8 @@ def _decode_work(spec: AttentionSpec, schedule: AttentionSchedule) -> Work:
     return made
 
 
-def _prefill_work(spec: AttentionSpec, schedule: AttentionSchedule) -> Work:
-    size, parts = item_bytes(spec.dtype), tiles(spec.d, 128)
-    heads, groups = spec.batch * spec.heads, spec.batch * spec.kv_heads
-    q_tiles, keys = tiles(spec.m, 128), tiles(spec.context, 128)
+def _prefill_work(spec: AttentionSpec, size: int, parts: int, groups: int) -> Work:
+    heads, q_tiles, keys = groups * spec.group, tiles(spec.m, 128), tiles(spec.context, 128)
     # tiles of 128 queries by 128 keys: half of the diagonal ones, and of the window's first, is
     # computed in vain
     seen = min(q_tiles * keys, tiles(spec.pairs, 128 * 128) + q_tiles * (2 if spec.window else 1))

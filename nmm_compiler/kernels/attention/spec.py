@@ -201,10 +201,9 @@ class AttentionSpec(KernelSpec):
     def at_once(self) -> int:
         """Groups of a decode step in a set: up to half of them, 128 columns, and 8 kB of scores
         and weights a partition."""
-        groups = self.batch * self.kv_heads
         room = (1 << 13) // (self.cache_tiles * self.columns * (4 + item_bytes(self.dtype)))
-        most = max(1, min(groups // 2, 128 // self.columns, room))
-        return next(count for count in range(most, 0, -1) if groups % count == 0)
+        most = max(1, min(self.groups // 2, 128 // self.columns, room))
+        return next(count for count in range(most, 0, -1) if self.groups % count == 0)
 
     @property
     def first_key(self) -> int:
@@ -212,14 +211,19 @@ class AttentionSpec(KernelSpec):
         return max(0, self.context - self.m - self.window + 1) if self.window else 0
 
     @property
-    def cache_tiles(self) -> int:
-        """Tiles of 128 keys from the first one on that is seen."""
-        return tiles(self.context - self.first_key, 128)
+    def keys(self) -> int:
+        """Keys from the first one on that is seen."""
+        return self.context - self.first_key
 
     @property
-    def capped(self) -> bool:
-        """Whether scores go through tanh."""
-        return self.soft_cap > 0.0
+    def cache_tiles(self) -> int:
+        """Tiles of 128 of them."""
+        return tiles(self.keys, 128)
+
+    @property
+    def parts(self) -> int:
+        """Tiles of 128 of a head."""
+        return tiles(self.d, 128)
 
     @property
     def tanh_scale(self) -> float:
@@ -246,8 +250,8 @@ class AttentionSpec(KernelSpec):
         keys = (self.context, self.d) if self.k_layout == "row" else (self.d, self.context)
         shapes = {
             "q": (self.batch * self.heads, self.m, self.d),
-            "k": (self.batch * self.kv_heads, *keys),
-            "v": (self.batch * self.kv_heads, self.context, self.d),
+            "k": (self.groups, *keys),
+            "v": (self.groups, self.context, self.d),
         }
         if self.rope != "none":
             tokens = self.context if self.rope == "qk" else self.m
@@ -265,14 +269,14 @@ class AttentionSpec(KernelSpec):
 
     def minimal_hbm_bytes(self) -> int:
         """Return the bytes of all operands but the keys and values that no query sees."""
-        unseen = 2 * self.batch * self.kv_heads * self.first_key * self.d
+        unseen = 2 * self.groups * self.first_key * self.d
         return super().minimal_hbm_bytes() - unseen * item_bytes(self.dtype)
 
     def short(self) -> str:
         """Return family, sizes and dtype."""
         kind = "causal" if self.causal else "full"
         words = [f"attention m{self.m} c{self.context} h{self.batch * self.heads}"]
-        words.append(f"kv{self.batch * self.kv_heads} d{self.d} {kind}")
+        words.append(f"kv{self.groups} d{self.d} {kind}")
         words += [f"w{self.window}"] if self.window else []
         words += [f"cap{self.soft_cap:g}"] if self.soft_cap else []
         words += [f"rope_{self.rope}"] if self.rope != "none" else []
@@ -295,7 +299,7 @@ class AttentionSpec(KernelSpec):
         check_arrays(self, arrays)
         q, k, v, *angles = arrays
         rope = np.asarray(angles[0], dtype=np.float64) if angles else np.empty(0)
-        for kv in range(self.batch * self.kv_heads):
+        for kv in range(self.groups):
             keys = np.asarray(k[kv], dtype=np.float64)
             right = Estimate(keys.T if self.k_layout == "col" else keys, 0.0, typical)
             if self.rope == "qk":

@@ -10,7 +10,7 @@ Groups come in sets: the maxima and sums over the partitions are those of all co
 Heads of 64 or 32 fill half or a quarter of TensorE's rows, so one pass takes 2 or 4 tiles of the
 cache, a pack: their keys are transposed together, q^T stands on the diagonal of zeros once for each
 tile, and of the weighted values the blocks on the diagonal are added up. Tiles that fill no pack
-are taken singly, after the packs.
+are taken singly, after the packs, into the first block of their sums.
 """
 
 import nki.isa as nisa
@@ -37,7 +37,7 @@ def decode_groups(outs, qs, ks, vs, rope, spec, schedule):
     sums = []
     made = []
     totals = []
-    stored = []
+    finished = 0
     for t in range(len(steps)):
         # loads of the next four chunks start early
         for place in range(len(loaded), min(t + 5, len(steps))):
@@ -59,10 +59,9 @@ def decode_groups(outs, qs, ks, vs, rope, spec, schedule):
         g = step[0]
         begins = step[2] == spec.first_key
         # what VectorE has made of the sets before, so that no product waits for it
-        if len(stored) < len(totals):
-            done = len(stored)
-            finish_set(outs[done], made[done], totals[done], spec, schedule)
-            stored.append(done)
+        if finished < len(totals):
+            finish_set(outs[finished], made[finished], totals[finished], spec, schedule)
+            finished = finished + 1
         turns = len(largest) < len(tops)
         if turns:
             largest.append(largest_of(tops[len(largest)], identity))
@@ -73,32 +72,26 @@ def decode_groups(outs, qs, ks, vs, rope, spec, schedule):
             soften(weights, own, largest[ready // each], qs[0].dtype, spec)
         if step[1]:
             if begins:
-                shape = sums_shape(spec, schedule)
-                sums.append(nl.ndarray((128, shape[0], shape[1]), dtype=nl.float32, buffer=nl.psum))
+                sums.append(make_sums(spec, schedule))
                 if g % each == 0:
-                    made.append(make_results(each, spec, schedule))
+                    # the weighted values of a set
+                    shape = (128, spec.parts, schedule.pack, each * spec.columns)
+                    made.append(nl.ndarray(shape, dtype=nl.float32, buffer=nl.sbuf))
             weigh_cache(sums[g], weights[g], loaded[t], step, spec, schedule)
             if step[6]:
                 add_sums(made[g // each], sums[g], g % each, spec, schedule)
                 if (g + 1) % each == 0:
-                    totals.append(over_tiles(weights[g + 1 - each : g + 1], False, spec))
+                    totals.append(over_tiles(weights[g + 1 - each : g + 1], nl.add, spec))
         else:
             if begins:
                 if g % each == 0:
                     queries.append(turn_columns(fetched[g // each], angles, spec, schedule))
                 scores.append(make_scores(spec))
-            q_t = columns_of(queries[g // each], g % each, spec, schedule)
-            score_chunk(scores[g], keys[t], q_t, step, spec, schedule)
+            score_chunk(scores[g], keys[t], queries[g // each], g % each, step, spec, schedule)
+            hide_chunk(scores[g], step, spec)
             if step[6] and (g + 1) % each == 0:
-                for i in range(g + 1 - each, g + 1):
-                    if spec.capped:
-                        cap_scores(scores[i], spec)
-                    for j in range(t + 1):
-                        if steps[j][0] == i and not steps[j][1]:
-                            hide_chunk(scores[i], steps[j], spec)
-                tops.append(over_tiles(scores[g + 1 - each : g + 1], True, spec))
-    last = len(stored)
-    finish_set(outs[last], made[last], totals[last], spec, schedule)
+                tops.append(over_tiles(scores[g + 1 - each : g + 1], nl.maximum, spec))
+    finish_set(outs[finished], made[finished], totals[finished], spec, schedule)
 
 
 def list_chunks(groups, each, spec):
@@ -107,8 +100,8 @@ def list_chunks(groups, each, spec):
     Each is (group, whether it is of values, first key, tiles, tiles before it, keys of a tile,
     whether it is the last of its group). Keys of a set come before the values of the set before.
     """
-    whole = (spec.context - spec.first_key) // 128
-    rest = (spec.context - spec.first_key) % 128
+    whole = spec.keys // 128
+    rest = spec.keys % 128
     chunks = []
     for tile in range(0, whole, 32):
         count = min(32, whole - tile)
@@ -117,38 +110,28 @@ def list_chunks(groups, each, spec):
         chunks.append((spec.context - rest, 1, whole, rest))
     steps = []
     for start in range(0, groups + each, each):
-        for g in range(start, min(start + each, groups)):
-            for i in range(len(chunks)):
-                chunk = chunks[i]
-                last = i == len(chunks) - 1
-                steps.append((g, False, chunk[0], chunk[1], chunk[2], chunk[3], last))
-        for g in range(max(0, start - each), start):
-            for i in range(len(chunks)):
-                chunk = chunks[i]
-                last = i == len(chunks) - 1
-                steps.append((g, True, chunk[0], chunk[1], chunk[2], chunk[3], last))
+        for behind in range(2):
+            first = start - each * behind
+            for g in range(max(0, first), min(first + each, groups)):
+                for chunk in chunks:
+                    last = chunk[0] + chunk[1] * chunk[3] == spec.context
+                    steps.append((g, behind == 1, chunk[0], chunk[1], chunk[2], chunk[3], last))
     return steps
 
 
 def make_scores(spec):
     """Return room for the scores of a group: [128, tiles, columns]."""
     scores = nl.ndarray((128, spec.cache_tiles, spec.columns), dtype=nl.float32, buffer=nl.sbuf)
-    if (spec.context - spec.first_key) % 128 > 0:
+    if spec.keys % 128 > 0:
         nisa.memset(
             dst=scores[0:128, spec.cache_tiles - 1 : spec.cache_tiles, 0 : spec.columns], value=0.0
         )
     return scores
 
 
-def single_tiles(spec, schedule):
-    """Return how many tiles fill no pack: some whole ones, and the last if it has fewer keys."""
-    keys = spec.context - spec.first_key
-    return keys // 128 % schedule.pack + (keys % 128 + 127) // 128 if schedule.pack > 1 else 0
-
-
 def list_passes(step, schedule):
     """Return (first tile, tiles) of each pass over a chunk: packs, then single tiles."""
-    whole = step[3] // schedule.pack * schedule.pack if step[5] == 128 else 0
+    whole = step[3] // schedule.pack * schedule.pack
     passes = []
     for first in range(0, whole, schedule.pack):
         passes.append((first, schedule.pack))
@@ -157,33 +140,23 @@ def list_passes(step, schedule):
     return passes
 
 
-def sums_shape(spec, schedule):
-    """Return how many sums of weighted values there are, and their parts of d x tiles x columns.
+def make_sums(spec, schedule):
+    """Return sums of weighted values that take turns, each of parts of d x tiles x columns.
 
-    Eight share a bank, or there are four in more banks. Those of packs have the columns of each
-    tile; the last is of single tiles, where there are some.
+    Eight share a bank, or there are four in more banks.
     """
-    single = single_tiles(spec, schedule)
-    packs = (spec.cache_tiles - single) // schedule.pack
-    room = (spec.d + 127) // 128 * schedule.pack * spec.pitch
+    room = spec.parts * schedule.pack * spec.pitch
     most = 8 if room <= 64 else 4
-    count = min(most - 1 if single > 0 else most, packs) + (1 if single > 0 else 0)
-    return count, room
+    turns = min(most, max(1, spec.keys // 128 // schedule.pack))
+    return nl.ndarray((128, turns, room), dtype=nl.float32, buffer=nl.psum)
 
 
-def make_results(each, spec, schedule):
-    """Return room for the weighted values of a set, [128, parts of d, tiles, columns]."""
-    parts = (spec.d + 127) // 128
-    return nl.ndarray(
-        (128, parts, blocks_of(spec, schedule), each * spec.columns),
-        dtype=nl.float32,
-        buffer=nl.sbuf,
-    )
-
-
-def blocks_of(spec, schedule):
-    """Return the tiles whose sums come out beside each other."""
-    return schedule.pack if spec.cache_tiles > single_tiles(spec, schedule) else 1
+def beside(tiles, wide, first, count, begin, width, schedule):
+    """Return some columns of `count` tiles beside each other, [wide, count width]."""
+    if schedule.pack > 1:
+        some = tiles[0:wide, first : first + count, begin : begin + width]
+        return some.reshape((wide, count * width))
+    return tiles[0:wide, first, begin : begin + width]
 
 
 def spread_angles(rope, heads, spec):
@@ -210,45 +183,34 @@ def fetch_columns(q, spec):
 def turn_columns(natural, angles, spec, schedule):
     """Return q^T [128, parts of d, columns], rotated; for packs as `spread_queries` says."""
     columns = natural.shape[0]
-    parts = (spec.d + 127) // 128
     turned = natural
     if spec.rope != "none":
         turned = rotate(natural, angles, columns, spec)
+    shape = (128, spec.parts, schedule.pack * columns)
+    q_t = nl.ndarray(shape, dtype=natural.dtype, buffer=nl.sbuf)
     if schedule.pack > 1:
-        return spread_queries(turned, columns, spec, schedule)
-    q_t = nl.ndarray((128, parts, columns), dtype=natural.dtype, buffer=nl.sbuf)
-    turn_tiles(q_t, turned[0:columns, 0, 0 : spec.d], False, 0)
+        spread_queries(q_t, turned, columns, spec, schedule)
+    else:
+        turn_tiles(q_t, turned[0:columns, 0, 0 : spec.d], False, 0)
     return q_t
 
 
-def spread_queries(natural, columns, spec, schedule):
-    """Return q^T on diagonals, [pack d, groups, pack columns], once for each tile of a pack."""
+def spread_queries(q_t, natural, columns, spec, schedule):
+    """Write q^T of each group on a diagonal, [pack d, pack columns], once for each tile of a
+    pack."""
     pack = schedule.pack
-    groups = columns // spec.columns
     copies = nl.ndarray((columns, pack * spec.d), dtype=natural.dtype, buffer=nl.sbuf)
     for i in range(pack):
         copy = copies[0:columns, spec.d * i : spec.d * (i + 1)]
         nisa.tensor_copy(dst=copy, src=natural[0:columns, 0, 0 : spec.d])
     flipped = nl.ndarray((pack * spec.d, columns), dtype=natural.dtype, buffer=nl.psum)
     nisa.nc_transpose(dst=flipped, data=copies, engine=nisa.engine.tensor)
-    q_t = nl.ndarray(
-        (pack * spec.d, groups, pack * spec.columns), dtype=natural.dtype, buffer=nl.sbuf
-    )
     nisa.memset(dst=q_t, value=0.0)
-    for slot in range(groups):
-        own = spec.columns * slot
+    for own in range(0, columns, spec.columns):
         for i in range(pack):
-            left = spec.columns * i
-            block = q_t[spec.d * i : spec.d * (i + 1), slot, left : left + spec.columns]
+            left = pack * own + spec.columns * i
+            block = q_t[spec.d * i : spec.d * (i + 1), 0, left : left + spec.columns]
             evict(block, flipped[spec.d * i : spec.d * (i + 1), own : own + spec.columns], i)
-    return q_t
-
-
-def columns_of(q_t, slot, spec, schedule):
-    """Return q^T of a group of a set, [128, parts of d, columns]."""
-    if schedule.pack > 1:
-        return q_t[0 : schedule.pack * spec.d, slot : slot + 1, 0 : schedule.pack * spec.columns]
-    return q_t[0:128, 0 : (spec.d + 127) // 128, spec.columns * slot : spec.columns * (slot + 1)]
 
 
 def load_rows_of(rows, step):
@@ -267,8 +229,8 @@ def load_keys_of(k, step, spec):
         return load_rows_of(k, step)
     keys = step[3] * step[5]
     d = k.shape[0]
-    flat = nl.ndarray((128, (d + 127) // 128, keys), dtype=k.dtype, buffer=nl.sbuf)
-    for part in range((d + 127) // 128):
+    flat = nl.ndarray((128, spec.parts, keys), dtype=k.dtype, buffer=nl.sbuf)
+    for part in range(spec.parts):
         deep = min(128, d - 128 * part)
         nisa.dma_copy(
             dst=flat[0:deep, part, 0:keys],
@@ -283,11 +245,9 @@ def turn_keys(natural, step, spec, schedule):
     The tiles of a pack are below each other.
     """
     passes = list_passes(step, schedule)
-    k_t = nl.ndarray(
-        (128, (spec.d + 127) // 128, len(passes), 128), dtype=natural.dtype, buffer=nl.sbuf
-    )
-    packs = step[3] // schedule.pack if step[5] == 128 else 0
-    for part in range((spec.d + 127) // 128):
+    k_t = nl.ndarray((128, spec.parts, len(passes), 128), dtype=natural.dtype, buffer=nl.sbuf)
+    packs = step[3] // schedule.pack
+    for part in range(spec.parts):
         for first in range(0, packs, spec.bank_tiles):
             stop = min(first + spec.bank_tiles, packs)
             turn_passes(k_t, natural, part, passes[first:stop], first, step, spec, schedule)
@@ -299,18 +259,12 @@ def turn_keys(natural, step, spec, schedule):
 def turn_passes(k_t, natural, part, passes, place, step, spec, schedule):
     """Transpose the tiles of some passes of equal height, the first of which is at `place`."""
     wide = step[5]
-    d = natural.shape[2]
-    deep = min(128, d - 128 * part)
+    deep = min(128, spec.d - 128 * part)
     height = passes[0][1] * deep
     count = len(passes)
     turned = nl.ndarray((128, count, 128), dtype=natural.dtype, buffer=nl.psum)
     for i in range(count):
-        first = passes[i][0]
-        if schedule.pack > 1:
-            tiles = natural[0:wide, first : first + passes[i][1], 0:d]
-            tiles = tiles.reshape((wide, height))
-        else:
-            tiles = natural[0:wide, first, 128 * part : 128 * part + deep]
+        tiles = beside(natural, wide, passes[i][0], passes[i][1], 128 * part, deep, schedule)
         nisa.nc_transpose(dst=turned[0:height, i, 0:wide], data=tiles, engine=nisa.engine.tensor)
     evict(
         k_t[0:height, part, place : place + count, 0:wide],
@@ -319,12 +273,14 @@ def turn_passes(k_t, natural, part, passes, place, step, spec, schedule):
     )
 
 
-def score_chunk(scores, k_t, q_t, step, spec, schedule):
-    """Compute the scores of a chunk, [128 keys, tiles, columns], before the scale."""
+def score_chunk(scores, k_t, q_t, slot, step, spec, schedule):
+    """Compute the scores of a chunk for a group of a set, [128 keys, tiles, columns]: before the
+    scale, or capped."""
     tiles = step[3]
     wide = step[5]
     columns = spec.columns
     passes = list_passes(step, schedule)
+    own = slot * schedule.pack * columns
     at_once = 512 // columns // schedule.pack
     for first in range(0, len(passes), at_once):
         some = passes[first : first + at_once]
@@ -332,13 +288,8 @@ def score_chunk(scores, k_t, q_t, step, spec, schedule):
         count = some[len(some) - 1][0] + some[len(some) - 1][1] - begin
         sums = nl.ndarray((128, count, columns), dtype=nl.float32, buffer=nl.psum)
         for i in range(len(some)):
-            left = some[i][0] - begin
-            width = some[i][1] * columns
-            if schedule.pack > 1:
-                into = sums[0:wide, left : left + some[i][1], 0:columns].reshape((wide, width))
-            else:
-                into = sums[0:wide, left, 0:columns]
-            for part in range((spec.d + 127) // 128):
+            into = beside(sums, wide, some[i][0] - begin, some[i][1], 0, columns, schedule)
+            for part in range(spec.parts):
                 height = some[i][1] * min(128, spec.d - 128 * part)
                 if spec.k_layout == "col":
                     keys = k_t[0:height, part, 0 : wide * tiles]
@@ -348,15 +299,14 @@ def score_chunk(scores, k_t, q_t, step, spec, schedule):
                 nisa.nc_matmul(
                     dst=into,
                     stationary=keys,
-                    moving=q_t[0:height, part, 0:width],
+                    moving=q_t[0:height, part, own : own + some[i][1] * columns],
                     accumulate=part > 0,
                 )
         place = step[4] + begin
-        evict(
-            scores[0:wide, place : place + count, 0:columns],
-            sums[0:wide, 0:count, 0:columns],
-            1,
-        )
+        part_of = scores[0:wide, place : place + count, 0:columns]
+        evict(part_of, sums[0:wide, 0:count, 0:columns], 1)
+        if spec.soft_cap:
+            nisa.activation(dst=part_of, op=nl.tanh, data=part_of, scale=spec.tanh_scale)
 
 
 def hide_chunk(scores, step, spec):
@@ -398,12 +348,7 @@ def hide_chunk(scores, step, spec):
         )
 
 
-def cap_scores(scores, spec):
-    """Write tanh of the scaled scores for the scores of a group."""
-    nisa.activation(dst=scores, op=nl.tanh, data=scores, scale=spec.tanh_scale)
-
-
-def over_tiles(strips, largest, spec):
+def over_tiles(strips, op, spec):
     """Return the maxima, or the sums, over the tiles of scores or weights of a set: of each
     partition, [128, columns]."""
     tiles = strips[0].shape[1]
@@ -411,10 +356,7 @@ def over_tiles(strips, largest, spec):
     for i in range(len(strips)):
         own = made[0:128, spec.columns * i : spec.columns * (i + 1)]
         by_column = strips[i][0:128, 0:tiles, 0 : spec.columns].permute((0, 2, 1))
-        if largest:
-            nisa.tensor_reduce(dst=own, op=nl.maximum, data=by_column, axis=2)
-        else:
-            nisa.tensor_reduce(dst=own, op=nl.add, data=by_column, axis=2)
+        nisa.tensor_reduce(dst=own, op=op, data=by_column, axis=2)
     return made
 
 
@@ -461,68 +403,42 @@ def soften(weights, scores, diagonal, dtype, spec):
 
 def weigh_cache(sums, weights, v_sb, step, spec, schedule):
     """Add the weighted values of a chunk, [d, columns]; the sums in turn, as each one waits."""
-    wide = step[5]
-    single = single_tiles(spec, schedule)
-    turns = sums.shape[1] - 1 if single > 0 else sums.shape[1]
+    turns = sums.shape[1]
     passes = list_passes(step, schedule)
+    before = step[4] // schedule.pack + step[4] % schedule.pack
     for i in range(len(passes)):
         first = passes[i][0]
         count = passes[i][1]
-        tile = step[4] + first
-        # the place of this pass among those of the group, and the first that adds to a sum
-        if count == schedule.pack:
-            place = tile // schedule.pack
-            adds_from = turns
-            slot = place % turns
-        else:
-            place = tile
-            adds_from = spec.cache_tiles - single + 1
-            slot = turns
-        for part in range((spec.d + 127) // 128):
+        for part in range(spec.parts):
             deep = min(128, spec.d - 128 * part)
-            if schedule.pack > 1:
-                values = v_sb[0:wide, first : first + count, 0 : spec.d]
-                values = values.reshape((wide, count * deep))
-                moving = weights[0:wide, tile : tile + count, 0 : spec.columns]
-                moving = moving.reshape((wide, count * spec.columns))
-            else:
-                values = v_sb[0:wide, first, 128 * part : 128 * part + deep]
-                moving = weights[0:wide, tile, 0 : spec.columns]
             begin = part * schedule.pack * spec.columns
-            place_of = sums[0 : count * deep, slot, begin : begin + count * spec.columns]
+            stop = begin + count * spec.columns
             nisa.nc_matmul(
-                dst=place_of,
-                stationary=values,
-                moving=moving,
-                accumulate=place >= adds_from,
-            )
+                dst=sums[0 : count * deep, (before + i) % turns, begin:stop],
+                stationary=beside(v_sb, step[5], first, count, 128 * part, deep, schedule),
+                moving=beside(
+                    weights, step[5], step[4] + first, count, 0, spec.columns, schedule
+                ),
+                accumulate=before + i >= turns,
+            )  # fmt: skip
 
 
 def add_sums(made, sums, slot, spec, schedule):
     """Add up the sums of a group, in the columns of its set."""
-    single = single_tiles(spec, schedule) > 0
-    turns = sums.shape[1] - 1 if single else sums.shape[1]
-    blocks = blocks_of(spec, schedule)
-    first = spec.columns * slot
-    last = first + spec.columns
-    for part in range((spec.d + 127) // 128):
-        deep = min(128, spec.d - 128 * part)
-        height = blocks * deep
-        each = made[0:height, part, 0:blocks, first:last]
-        begin = part * schedule.pack * spec.columns
-        every = sums[0:height, 0 : max(1, turns), begin : begin + blocks * spec.columns]
-        every = every.reshape_dim(2, (blocks, spec.columns)).permute((0, 2, 3, 1))
-        nisa.tensor_reduce(dst=each, op=nl.add, data=every, axis=3)
-        if single and turns > 0:
-            one = made[0:deep, part, 0, first:last]
-            more = sums[0:deep, turns, begin : begin + spec.columns]
-            nisa.tensor_tensor(dst=one, data1=one, data2=more, op=nl.add)
+    turns = sums.shape[1]
+    columns = spec.columns
+    width = schedule.pack * columns
+    for part in range(spec.parts):
+        height = schedule.pack * min(128, spec.d - 128 * part)
+        own = made[0:height, part, 0 : schedule.pack, columns * slot : columns * (slot + 1)]
+        every = sums[0:height, 0:turns, part * width : (part + 1) * width]
+        every = every.reshape_dim(2, (schedule.pack, columns)).permute((0, 2, 3, 1))
+        nisa.tensor_reduce(dst=own, op=nl.add, data=every, axis=3)
 
 
 def finish_set(out, made, sums, spec, schedule):
     """Turn the weighted values, divide by the sums of the weights, and store y of a set."""
     columns = made.shape[3]
-    blocks = made.shape[2]
     ones = nl.ndarray((128, 1), dtype=nl.float32, buffer=nl.sbuf)
     nisa.memset(dst=ones, value=1.0)
     total = nl.ndarray((columns, 1), dtype=nl.float32, buffer=nl.psum)
@@ -530,11 +446,11 @@ def finish_set(out, made, sums, spec, schedule):
     inverse = nl.ndarray((columns, 1), dtype=nl.float32, buffer=nl.sbuf)
     nisa.reciprocal(dst=inverse, data=total)
     y_sb = nl.ndarray((columns, spec.d), dtype=out.dtype, buffer=nl.sbuf)
-    for part in range((spec.d + 127) // 128):
+    for part in range(spec.parts):
         deep = min(128, spec.d - 128 * part)
-        height = blocks * deep
+        height = schedule.pack * deep
         before = None
-        for i in range(blocks):
+        for i in range(schedule.pack):
             turned = nl.ndarray((columns, 128), dtype=nl.float32, buffer=nl.psum)
             nisa.nc_transpose(
                 dst=turned[0:columns, 0:height],
@@ -542,7 +458,7 @@ def finish_set(out, made, sums, spec, schedule):
                 engine=nisa.engine.tensor,
             )
             block = turned[0:columns, deep * i : deep * (i + 1)]
-            if i == blocks - 1:
+            if i == schedule.pack - 1:
                 result = y_sb[0:columns, 128 * part : 128 * part + deep]
             else:
                 result = nl.ndarray((columns, deep), dtype=nl.float32, buffer=nl.sbuf)

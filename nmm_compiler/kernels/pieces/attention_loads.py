@@ -13,48 +13,39 @@ def make_identity():
     """Return ones on the diagonal [128, 128]."""
     identity = nl.ndarray((128, 128), dtype=nl.bfloat16, buffer=nl.sbuf)
     nisa.memset(dst=identity, value=1.0)
-    clear_beside(identity, 1)
-    clear_beside(identity, -1)
+    keep_side(identity, 1, 0, 0.0)
+    keep_side(identity, -1, 0, 0.0)
     return identity
-
-
-def clear_beside(square, sign):
-    """Write 0 on one side of the diagonal of a tile [128, 128]."""
-    nisa.affine_select(
-        dst=square,
-        pattern=[[-sign, 128]],
-        channel_multiplier=sign,
-        on_true_tile=square,
-        on_false_value=0.0,
-        cmp_op=nl.greater_equal,
-        offset=0,
-    )
 
 
 def make_band(sign, offset):
     """Return a band [128, 384] of 0 beside a band of -1e30."""
     band = nl.ndarray((128, 384), dtype=nl.bfloat16, buffer=nl.sbuf)
     nisa.memset(dst=band, value=0.0)
+    keep_side(band, sign, offset, -1.0e30)
+    return band
+
+
+def keep_side(tile, sign, offset, value):
+    """Write a value where offset + sign (partition - column) is less than 0."""
     nisa.affine_select(
-        dst=band,
-        pattern=[[-sign, 384]],
+        dst=tile,
+        pattern=[[-sign, tile.shape[1]]],
         channel_multiplier=sign,
-        on_true_tile=band,
-        on_false_value=-1.0e30,
+        on_true_tile=tile,
+        on_false_value=value,
         cmp_op=nl.greater_equal,
         offset=offset,
     )
-    return band
 
 
 def load_keys(k, rope, spec):
     """Return k^T [128, parts of d, context]."""
-    parts = (spec.d + 127) // 128
-    k_t = nl.ndarray((128, parts, spec.context), dtype=k.dtype, buffer=nl.sbuf)
+    k_t = nl.ndarray((128, spec.parts, spec.context), dtype=k.dtype, buffer=nl.sbuf)
     for c0 in range(0, spec.context, 512):
         width = min(512, spec.context - c0)
         if spec.k_layout == "col":
-            for part in range(parts):
+            for part in range(spec.parts):
                 deep = min(128, spec.d - 128 * part)
                 nisa.dma_copy(
                     dst=k_t[0:deep, part, c0 : c0 + width],
@@ -68,7 +59,7 @@ def load_keys(k, rope, spec):
                 if spec.rope == "qk":
                     natural = rotate(natural, load_angles(rope, r0, deep, spec), deep, spec)
                 turn_tiles(
-                    k_t[0:128, 0:parts, r0 : r0 + deep], natural[0:deep, 0, 0 : spec.d],
+                    k_t[0:128, 0 : spec.parts, r0 : r0 + deep], natural[0:deep, 0, 0 : spec.d],
                     False, r0 // 128,
                 )  # fmt: skip
     return k_t
@@ -107,14 +98,13 @@ def fetch_queries(q, q0, spec):
 def turn_queries(flat, rope, q0, spec):
     """Return q^T [128, parts of d, heads, 128] of a tile of queries."""
     rows = min(128, spec.m - q0)
-    parts = (spec.d + 127) // 128
     natural = flat
     if spec.rope != "none":
         first = spec.context - spec.m + q0 if spec.rope == "qk" else q0
         natural = rotate(flat, load_angles(rope, first, rows, spec), rows, spec)
-    q_t = nl.ndarray((128, parts, spec.group, 128), dtype=flat.dtype, buffer=nl.sbuf)
+    q_t = nl.ndarray((128, spec.parts, spec.group, 128), dtype=flat.dtype, buffer=nl.sbuf)
     for h in range(spec.group):
-        turn_tiles(q_t[0:128, 0:parts, h, 0:rows], natural[0:rows, h, 0 : spec.d], False, h)
+        turn_tiles(q_t[0:128, 0 : spec.parts, h, 0:rows], natural[0:rows, h, 0 : spec.d], False, h)
     return q_t
 
 

@@ -5,13 +5,12 @@ turned on TensorE, for v wants its keys on the partitions; v carries a column of
 is the sum of the weights. The maximum and the result run along from section to section.
 """
 
-from dataclasses import dataclass
-
 import nki.isa as nisa
 import nki.language as nl
 
 from .attention_loads import (
     fetch_queries,
+    keep_side,
     load_keys,
     load_values,
     make_band,
@@ -21,22 +20,13 @@ from .attention_loads import (
 from .loads_and_stores import evict, move
 
 
-@dataclass
-class Masks(nl.NKIObject):
-    """What TensorE adds to scores: identity times a band. Column 128 + i is key i of a tile."""
-
-    identity: object
-    late: object  # keys after the query
-    early: object  # keys before the window
-
-
 def prefill_groups(outs, qs, ks, vs, rope, spec, schedule):
     """Compute the heads of several groups, each [heads of a group, m, d]."""
-    banded = spec.causal and not spec.capped
+    # what TensorE adds to scores: identity times a band, whose column 128 + i is key i of a tile
+    banded = spec.causal and not spec.soft_cap
     identity = make_identity() if banded else None
     late = make_band(1, 128) if banded else None
     early = make_band(-1, -129) if banded and spec.window > 0 else None
-    masks = Masks(identity, late, early)
     steps = list_steps(len(qs), spec)
     keys = [load_keys(ks[0], rope, spec)]
     values = [load_values(vs[0], spec)]
@@ -94,8 +84,8 @@ def prefill_groups(outs, qs, ks, vs, rope, spec, schedule):
                 score(scores[t], queries[len(queries) - 1], keys[step[0]], c1, step, spec)
             if has_keys(t, 3, c1, steps):
                 turn_weights(turned[t - 3], weights[t - 3], c1, steps[t - 3])
-            if has_keys(t, 0, c1, steps):
-                mask(scores[t], masks, c1, steps[t], spec)
+            if banded and has_keys(t, 0, c1, steps):
+                mask(scores[t], identity, late, early, c1, steps[t], spec)
 
 
 def has_step(t, lag, steps):
@@ -136,7 +126,7 @@ def score(scores, q_t, k_t, c1, step, spec):
     rows = step[3]
     first = step[4] + c1
     width = min(128, step[5] - c1)
-    for part in range((spec.d + 127) // 128):
+    for part in range(spec.parts):
         deep = min(128, spec.d - 128 * part)
         nisa.nc_matmul(
             dst=scores[0:rows, c1 : c1 + width],
@@ -146,15 +136,17 @@ def score(scores, q_t, k_t, c1, step, spec):
         )
 
 
-def mask(scores, masks: Masks, c1, step, spec):
-    """Add about -1e30 to the scores of 128 keys where their query does not see them."""
-    if spec.causal and not spec.capped:
-        width = min(128, step[5] - c1)
-        ahead = step[4] + c1 - (spec.context - spec.m + step[2])
-        if ahead + width > 1:
-            add_band(scores, masks.identity, masks.late, c1, width, step[3], ahead)
-        if spec.window > 0 and ahead + spec.window < step[3]:
-            add_band(scores, masks.identity, masks.early, c1, width, step[3], ahead + spec.window)
+def mask(scores, identity, late, early, c1, step, spec):
+    """Add about -1e30 to the scores of 128 keys where their query does not see them.
+
+    late, early: bands for keys after the query, and for those before the window.
+    """
+    width = min(128, step[5] - c1)
+    ahead = step[4] + c1 - (spec.context - spec.m + step[2])
+    if ahead + width > 1:
+        add_band(scores, identity, late, c1, width, step[3], ahead)
+    if spec.window > 0 and ahead + spec.window < step[3]:
+        add_band(scores, identity, early, c1, width, step[3], ahead + spec.window)
 
 
 def add_band(scores, identity, band, c1, width, rows, ahead):
@@ -169,7 +161,7 @@ def add_band(scores, identity, band, c1, width, rows, ahead):
 
 def cap(scores, step, spec):
     """Return tanh of the scaled scores of a section, masked, where they are capped."""
-    if not spec.capped:
+    if not spec.soft_cap:
         return scores
     rows = step[3]
     capped = nl.ndarray((128, step[5]), dtype=nl.float32, buffer=nl.sbuf)
@@ -185,23 +177,10 @@ def cap(scores, step, spec):
             ahead = step[4] + c1 - (spec.context - spec.m + step[2])
             tile = capped[0:rows, c1 : c1 + width]
             if ahead + width > 1:
-                select_keys(tile, width, 1, -ahead)
+                keep_side(tile, 1, -ahead, -1.0e30)
             if spec.window > 0 and ahead + spec.window < rows:
-                select_keys(tile, width, -1, ahead + spec.window - 1)
+                keep_side(tile, -1, ahead + spec.window - 1, -1.0e30)
     return capped
-
-
-def select_keys(tile, width, sign, offset):
-    """Mask a tile of capped scores where offset + sign (query - key) is less than 0."""
-    nisa.affine_select(
-        dst=tile,
-        pattern=[[-sign, width]],
-        channel_multiplier=sign,
-        on_true_tile=tile,
-        on_false_value=-1.0e30,
-        cmp_op=nl.greater_equal,
-        offset=offset,
-    )
 
 
 def find_shift(scores, shifts, step, spec):
