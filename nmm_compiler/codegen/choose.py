@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from nmm_compiler.codegen.cost import closed_form_us, dma_us
@@ -110,33 +110,40 @@ def _to_try(ranked: list[Choice]) -> list[Choice]:
 
 
 def preference(choice: Choice, budget: int) -> tuple[bool, float, float]:
-    """Return the order of schedules that were timed: the least is the best."""
-    late = choice.instructions > budget
-    return late, _charged(_either_order_us(choice), choice), choice.cost_us
+    """Return the order of schedules that were timed: the least is the best.
+
+    Both orders of the program count, program order within IN_ORDER_SHARE.
+    """
+    free, kept = choice.simulated_us or 0.0, choice.in_order_us or 0.0
+    latency_us = max(free, kept / (1.0 + IN_ORDER_SHARE))
+    return choice.instructions > budget, _charged(latency_us, choice), choice.cost_us
 
 
 @functools.lru_cache(maxsize=1024)
 def refusal(spec: KernelSpec, target: Target) -> Exception | None:
     """Return why no candidate is legal, or None if one is, without ranking or timing."""
-    nearest: Exception | None = None
     try:
-        spec.check(target)
-    except SpecError as error:
+        next(_legal(spec, target))
+    except (CapacityError, SpecError) as error:
         return error
+    return None
+
+
+def _legal(spec: KernelSpec, target: Target) -> Iterator[Any]:
+    """Yield the candidates that are legal; CapacityError, with the nearest miss, if none is."""
+    spec.check(target)
+    legal, misses = 0, dict[int, Exception]()
     for schedule in FAMILIES[spec.family].schedules(spec, target):
         try:
             schedule.check(spec, target)
         except (CapacityError, SpecError) as error:
-            nearest = error
+            need = sum(schedule.sbuf_bytes(spec.share(schedule.split)).values())
+            misses.setdefault(need, error)
         else:
-            return None
-    return nearest
-
-
-def _either_order_us(choice: Choice) -> float:
-    """Return the latency that both orders keep, program order within IN_ORDER_SHARE."""
-    free, kept = choice.simulated_us or 0.0, choice.in_order_us or 0.0
-    return max(free, kept / (1.0 + IN_ORDER_SHARE))
+            legal += 1
+            yield schedule
+    if not legal:
+        raise CapacityError(f"no schedule fits {target.name}; the nearest: {misses[min(misses)]}")
 
 
 def _charged(latency_us: float, choice: Choice) -> float:
@@ -149,17 +156,8 @@ def rank(spec: KernelSpec, target: Target, budget: int = INSTRUCTION_BUDGET) -> 
 
     Of equal ones the order is the family's.
     """
-    spec.check(target)
     choices: dict[Any, Choice] = {}
-    nearest: tuple[int, Exception] | None = None
-    for schedule in FAMILIES[spec.family].schedules(spec, target):
-        try:
-            schedule.check(spec, target)
-        except (CapacityError, SpecError) as error:
-            need = sum(schedule.sbuf_bytes(spec.share(schedule.split)).values())
-            if nearest is None or need < nearest[0]:
-                nearest = need, error
-            continue
+    for schedule in _legal(spec, target):
         choice = priced(spec, schedule, target)
         while choice.instructions > budget:
             looped = on_device(spec, schedule, target)
@@ -170,9 +168,6 @@ def rank(spec: KernelSpec, target: Target, budget: int = INSTRUCTION_BUDGET) -> 
                 break
             schedule = dataclasses.replace(schedule, m_block=128 * (looped.m_block // 256))
         choices.setdefault(choice.schedule, choice)
-    if not choices:
-        assert nearest is not None
-        raise CapacityError(f"no schedule fits {target.name}; the nearest: {nearest[1]}")
     return tuple(
         sorted(
             choices.values(),
