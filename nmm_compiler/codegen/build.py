@@ -85,22 +85,18 @@ class Kernel:
         shards = self.spec.shards(*arrays)
         return simulate_ranks(self, shards, target=self.target, grid=self.spec.lnc, mode=mode)
 
+    @functools.lru_cache(maxsize=256)  # noqa: B019  (so many kernels live as long as the process)
     def profile(self) -> Profile:
         """Return the predicted Profile: the timing pass over a run without data."""
-        return _run_timing(self)
+        arrays = [ArraySpec(t.shape, t.dtype) for t in self.spec.inputs()]
+        profile = self.simulate(*arrays, mode="timing").profile
+        assert profile is not None
+        return profile
 
     def __str__(self) -> str:
         return f"Kernel({self.name}, {self.schedule.short()}, {self.path})"
 
     __repr__ = __str__
-
-
-@functools.lru_cache(maxsize=256)
-def _run_timing(kernel: Kernel) -> Profile:
-    arrays = [ArraySpec(t.shape, t.dtype) for t in kernel.spec.inputs()]
-    profile = kernel.simulate(*arrays, mode="timing").profile
-    assert profile is not None
-    return profile
 
 
 def _command(spec: KernelSpec, target: Target, dialect: str = "nki") -> str:
@@ -175,7 +171,7 @@ def built_or_found(
         if ask.schedule is not schedule:
             made.update(tuning=tuning_key(spec, chip, ask.budget).digest)
         written = Kernel(name, spec, chosen, chip, source, Path(f"{name}.py"), made, spoken)
-        made.update(predicted=_run_timing(written).to_dict())
+        made.update(predicted=written.profile().to_dict())
         return {SOURCE_FILE: source}
 
     entry = ask.store.get_or_build(
@@ -184,14 +180,18 @@ def built_or_found(
     held = _KERNELS.get(key.digest)
     if held is not None and held[0] is entry:
         return held[1], bool(made)
-    family = FAMILIES[spec.family]
+    family, name = FAMILIES[spec.family], entry.meta["name"]
+    try:
+        path = Path(entry.path) / SOURCE_FILE
+    except CacheError:  # no cache directory and no temporary one: the source runs from memory
+        path = Path(os.devnull) / f"{name}.py"  # which cannot exist
     kernel = Kernel(
-        name=entry.meta["name"],
+        name=name,
         spec=spec,
         schedule=family.schedule_class.from_dict(entry.meta["schedule"]),
         target=chip,
         source=entry.files[SOURCE_FILE],
-        path=_path(entry, entry.meta["name"]),
+        path=path,
         meta=entry.meta,
         dialect=spoken,
         found=not made,
@@ -201,8 +201,6 @@ def built_or_found(
     _log.debug("%s: source in %s", kernel.name, kernel.path)
     if is_on("NMM_PRINT_KERNELS"):
         sys.stderr.write(f"# {kernel.path}\n{kernel.source}\n")
-    if len(_KERNELS) >= _KERNELS_HELD:
-        _KERNELS.pop(next(iter(_KERNELS)), None)
     _KERNELS[key.digest] = (entry, kernel)
     return kernel, bool(made)
 
@@ -243,17 +241,8 @@ def asked(
     return Asked(key, chip, schedule, budget, spoken, store)
 
 
-def _path(entry: Entry, name: str) -> Path:
-    """Return the file that holds the source, or one that cannot exist where no disk takes it."""
-    try:
-        return Path(entry.path) / SOURCE_FILE
-    except CacheError:  # no cache directory and no temporary one: the source runs from memory
-        return Path(os.devnull) / f"{name}.py"
-
-
 # The kernels of this process, each with the cache entry it was made from.
 _KERNELS: dict[str, tuple[Entry, Kernel]] = {}
-_KERNELS_HELD = 4096
 
 
 def check_foreign(name: str, text: str) -> None:
