@@ -25,7 +25,7 @@ from nmm_compiler.codegen.build import (
     built_or_found,
     check_foreign,
 )
-from nmm_compiler.codegen.workers import Submits, Task, cores, on_processes, run
+from nmm_compiler.codegen.workers import Submits, Task, Workers, cores, run
 from nmm_compiler.errors import CacheError, NmmError, SpecError, UnknownNameError
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.kernels.base import KernelSpec
@@ -117,8 +117,7 @@ def fill_cache(
     count = min(len(missing), jobs or cores())
     if count < 2 or len(missing) < (_WORTH_A_WORKER if jobs else 2 * _WORTH_A_WORKER):
         return 0
-    filled = fill(missing, options=made, jobs=count)
-    return filled.built
+    return fill(missing, options=made, jobs=count).built
 
 
 def fill(
@@ -144,8 +143,8 @@ def fill(
     done: dict[Request, dict[str, Any]] = {}
 
     def took(request: Request, answer: str | Exception) -> str:
-        failed = {"failed": str(answer)}
-        done[request] = failed if isinstance(answer, Exception) else json.loads(answer)
+        failed = isinstance(answer, Exception)
+        done[request] = {"failed": str(answer)} if failed else json.loads(str(answer))
         said = "failed" if "failed" in done[request] else "built"
         return f"{said} {request[0].short()} for {request[1]}"
 
@@ -190,7 +189,7 @@ def each(
     report("in the cache", done, whole)
     with contextlib.ExitStack() as started:
         count = min(len(requests), jobs or cores())
-        where = executor or started.enter_context(on_processes(count))
+        where = executor or started.enter_context(Workers(count))
         try:
             for place, answer in run(where, task, [text(*one) for one in order]):
                 said = took(order[place], answer)
@@ -219,8 +218,8 @@ def _missing(wanted: dict[Key, Request], options: Options) -> list[Request]:
 
 def request_text(spec: KernelSpec, target: str, options: Options) -> str:
     """Return a request as one line, for `build_one` in another process."""
-    wanted = {"family": spec.family, "spec": spec.to_dict(), "target": target}
-    return json.dumps({**wanted, "options": options.call_options()})
+    given = {"spec": spec.to_dict(), "options": options.call_options()}
+    return json.dumps({"family": spec.family, "target": target, **given})
 
 
 def request_of(told: dict[str, Any]) -> tuple[KernelSpec, str, Options]:

@@ -18,7 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor, as_completed
-from typing import Protocol
+from typing import Any, Protocol
 
 from nmm_compiler.errors import NmmError, WorkerError
 
@@ -71,11 +71,21 @@ class Workers(ThreadPoolExecutor):
             for process in list(self._processes):
                 self._end(process)
 
+    def __exit__(self, kind: Any, *error: Any) -> None:
+        """End the workers after their calls, or at once where an error leaves the block."""
+        self.shutdown(cancel_futures=kind is not None)
+
     def _answer(self, line: str) -> str:
         """Return what the worker of this thread answers; the next call replaces one that died."""
         worker = getattr(self._held, "worker", None) or self._start()
-        answer = _asked(worker, line)
-        if not answer:
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+        answer = ""
+        with contextlib.suppress(OSError, ValueError):  # killed, and its pipe is closed
+            worker.stdin.write(line + "\n")
+            worker.stdin.flush()
+            answer = worker.stdout.readline()
+        if not answer.endswith("\n"):
             self._end(worker)
             raise BrokenExecutor("a worker process ended within a call")
         told = json.loads(answer)
@@ -108,19 +118,6 @@ class Workers(ThreadPoolExecutor):
         self._processes.discard(worker)
 
 
-def _asked(worker: subprocess.Popen[str], line: str) -> str:
-    """Return the worker's answer to a call, "" when it has ended."""
-    assert worker.stdin is not None
-    assert worker.stdout is not None
-    try:
-        worker.stdin.write(line + "\n")
-        worker.stdin.flush()
-        answer = worker.stdout.readline()
-    except (OSError, ValueError):  # killed, and its pipe is closed
-        return ""
-    return answer if answer.endswith("\n") else ""
-
-
 def serve() -> None:
     """Run the calls that standard input names, line by line, and print each result."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this
@@ -144,13 +141,11 @@ def run(
     A call that the executor lost is begun ATTEMPTS times in all. Calls that have not begun are
     cancelled where the caller stops early.
     """
-    waiting = {executor.submit(function, text): i for i, text in enumerate(texts)}
-    begun = [1] * len(texts)
+    waiting = {executor.submit(function, text): (i, 1) for i, text in enumerate(texts)}
     try:
         while waiting:
-            lost: list[int] = []
             for future in as_completed(list(waiting)):
-                i = waiting.pop(future)
+                i, begun = waiting.pop(future)
                 error = future.exception()
                 if error is None:
                     yield i, future.result()
@@ -158,7 +153,7 @@ def run(
                     raise error
                 elif isinstance(error, NmmError):
                     yield i, error
-                elif begun[i] >= ATTEMPTS:
+                elif begun >= ATTEMPTS:
                     yield (
                         i,
                         WorkerError(
@@ -167,22 +162,7 @@ def run(
                         ),
                     )
                 else:  # the executor's own error: its process or its machine has gone
-                    lost.append(i)
-            for i in lost:
-                begun[i] += 1
-                waiting[executor.submit(function, texts[i])] = i
+                    waiting[executor.submit(function, texts[i])] = i, begun + 1
     finally:
         for future in waiting:
             future.cancel()
-
-
-@contextlib.contextmanager
-def on_processes(count: int) -> Iterator[Workers]:
-    """Yield Workers that end with the block: after their calls, or at once if it raises."""
-    workers = Workers(count)
-    try:
-        yield workers
-    except BaseException:  # Ctrl-C too; raised again
-        workers.shutdown(cancel_futures=True)
-        raise
-    workers.shutdown()

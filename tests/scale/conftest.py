@@ -9,7 +9,7 @@ from nmm_compiler.codegen import build, build_many
 @pytest.fixture
 def here(monkeypatch):
     """Builds of this test run in this process; test_fill.py starts workers and kills them."""
-    monkeypatch.setattr(build_many, "on_processes", lambda count: nullcontext(Executor()))
+    monkeypatch.setattr(build_many, "Workers", lambda count: nullcontext(Executor()))
     return Executor()
 
 

@@ -11,7 +11,7 @@ from processes import Executor
 from nmm_compiler.cache.store import Store
 from nmm_compiler.codegen import workers as module
 from nmm_compiler.codegen.build_many import build_one, fill
-from nmm_compiler.codegen.workers import on_processes, run
+from nmm_compiler.codegen.workers import Workers, run
 from nmm_compiler.errors import CacheError, WorkerError
 from nmm_compiler.kernels.linear.specs import LowRankSpec
 from nmm_compiler.options import Options
@@ -76,7 +76,7 @@ def kill_and_fill(workers, requests, at):
 
 def test_a_killed_worker_is_replaced_and_nothing_is_lost_or_built_twice(cache):
     """And leaving early ends the one that took its place, with the calls that wait for it."""
-    with on_processes(1) as workers:
+    with Workers(1) as workers:
         kill_and_fill(workers, REQUESTS[:2], at=(1,))
         future = workers.submit(build_one, "{}")
         waits = [workers.submit(build_one, "{}") for _ in range(50)]
@@ -91,7 +91,7 @@ def test_a_killed_worker_is_replaced_and_nothing_is_lost_or_built_twice(cache):
 
 def test_a_call_that_kills_every_worker_is_an_error_and_the_others_go_on(monkeypatch):
     monkeypatch.setattr(module, "_PROGRAM", "raise SystemExit(3)")
-    with on_processes(2) as workers:
+    with Workers(2) as workers:
         answers = dict(run(workers, build_one, ["{}", "{}", "{}"]))
     assert sorted(answers) == [0, 1, 2]
     assert all(isinstance(one, WorkerError) for one in answers.values())
@@ -113,6 +113,6 @@ def test_a_call_that_an_executor_loses_is_begun_again():
 
 @pytest.mark.long
 def test_workers_run_beside_threads_of_the_caller():
-    with on_processes(2) as workers, ThreadPoolExecutor(2) as threads:
+    with Workers(2) as workers, ThreadPoolExecutor(2) as threads:
         found = threads.map(lambda _: len(list(run(workers, raises, "ab"))), range(2))
         assert list(found) == [2, 2]
