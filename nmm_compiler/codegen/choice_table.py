@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 from nmm_compiler.codegen.choose import Choice
@@ -14,8 +13,7 @@ def schedule_table(choices: Sequence[Choice]) -> Grid:
     rows = []
     chosen = choices[0].schedule if choices else None
     for i, choice in enumerate(choices):
-        names = [field.name for field in dataclasses.fields(choice.schedule)]
-        values = ((name, getattr(choice.schedule, name)) for name in names)
+        values = vars(choice.schedule).items()
         differs = [f"{name}={value}" for name, value in values if getattr(chosen, name) != value]
         simulated = "-" if choice.simulated_us is None else f"{choice.simulated_us:.1f}"
         rows.append((

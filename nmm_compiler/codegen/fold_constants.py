@@ -210,39 +210,30 @@ class Folder(Editor):
     def visit_For(self, statement: ast.For) -> list[ast.stmt]:
         assert isinstance(statement.target, ast.Name)
         target, iterator = statement.target.id, self.visit(statement.iter)
-        fixed, records = values.constant(self.value(iterator))
-        if fixed and (records == () or not has_literal(records)):
-            return self._once_for_each(target, statement, records)
+        fixed, several = values.constant(self.value(iterator))
+        unrolled = fixed and (several == () or not has_literal(several))
         variable: Value = None
-        count: int | None = None
         if called(iterator) == "range":
             bounds = [self.value(arg) for arg in iterator.args]
             bounds = [known(0), *bounds] if len(bounds) == 1 else bounds
             variable, count = values.loop_values(*bounds)
-        if count == 0:
-            return []
-        fixed, plain = values.constant(variable)
-        if count == 1 and fixed:
-            return self._once_for_each(target, statement, [plain])
+            several = variable or ()
+            unrolled = count == len(several) < 2
+        folded: list[ast.stmt] = []
+        if unrolled:
+            for one in several:
+                self.inline.add(target)
+                self.environment[target] = known(one)
+                folded += self.fold(statement.body)
+            return folded
         self.environment |= dict.fromkeys(assigned_names(statement.body))
         self.environment[target] = variable
         before = dict(self.environment)
-        folded = self.fold(statement.body)
+        folded += self.fold(statement.body)
         for one, value in self.environment.items():
             if isinstance(value, Made):
                 self.environment[one] = _either(before.get(one), value)
         return [changed(statement, iter=iterator, body=folded)]
-
-    def _once_for_each(
-        self, target: str, statement: ast.For, constants: Sequence[Any]
-    ) -> list[ast.stmt]:
-        """Return the body of a loop over constants, once for each."""
-        folded: list[ast.stmt] = []
-        self.inline.add(target)
-        for one in constants:
-            self.environment[target] = known(one)
-            folded += self.fold(statement.body)
-        return folded
 
     # Expressions
 

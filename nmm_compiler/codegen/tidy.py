@@ -53,8 +53,6 @@ def without_aliases(statements: Block, parameters: Iterable[str] = ()) -> list[a
         for alias, value in plain.items()
         if counts[alias] == 1 and counts[root(value)] <= 1
     }
-    if not aliases:
-        return list(statements)
     left = _Without(lambda alias, _: alias in aliases).visit_all(statements)
     written = Names({alias: _resolved(value, aliases) for alias, value in aliases.items()})
     return list(written.visit_all(left))
@@ -139,25 +137,16 @@ class _Without(Editor):
         target, value = assigned(node)
         return None if target and self.gone(target, value) else node
 
-    def visit_Expr(self, node: ast.Expr) -> ast.stmt:
-        return node
-
 
 _PURE_CALLS = ("min", "max", "len", "nl.ndarray")
 
 
 def remove_unused(statements: list[ast.stmt]) -> list[ast.stmt]:
     """Return the statements without assignments of values that nothing reads."""
-    while True:
-        used = names_used(statements)
-
-        def unread(target: str, value: Any, used: set[str] = used) -> bool:
-            return target not in used and _is_pure(value)
-
-        left: list[ast.stmt] = _Without(unread).visit_all(statements)
-        if left is statements:
-            return statements
-        statements = left
+    used = names_used(statements)
+    without = _Without(lambda target, value: target not in used and _is_pure(value))
+    left: list[ast.stmt] = without.visit_all(statements)
+    return statements if left is statements else remove_unused(left)
 
 
 def _is_pure(node: ast.expr) -> bool:

@@ -222,10 +222,7 @@ def parameter_names(function: ast.FunctionDef) -> list[str]:
 
 def without_docstring(body: Block) -> list[ast.stmt]:
     """Return the statements of a function but its docstring and its comments."""
-    left = [one for one in body if not isinstance(one, Comment)]
-    first = left[0] if left else None
-    documented = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
-    return left[int(documented) :]
+    return [one for one in body if not isinstance(one, ast.Expr) or isinstance(one.value, ast.Call)]
 
 
 def only_statement(body: Block) -> Any:
