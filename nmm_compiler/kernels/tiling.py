@@ -8,7 +8,7 @@ import numpy as np
 from nmm_compiler.kernels.packed_formats import MX
 from nmm_compiler.targets import Target
 
-LOADS = ("rows", "strided", "dma", "tensor")
+LOADS = ("rows", "dma", "tensor")
 # One long run per partition, or the order that transposes produce.
 # Or four consecutive rows a partition, as products of MX blocks want them.
 STRIDED, FOURS = "strided_rows", "fours"
@@ -19,7 +19,6 @@ RUNS = {STRIDED: 1, FOURS: 4}
 # The description of each way of loading, for headers.
 LOADED = {
     "rows": "as it lies",
-    "strided": "in short runs",
     "dma": "through DMA transposes",
     "tensor": "through TensorE transposes",
 }
@@ -74,15 +73,6 @@ def turned_loads(dtype: str, target: Target) -> list[str]:
     if item_bytes(dtype) == 2 and target.dma_transposes:
         return ["dma", "tensor"]
     return ["tensor"]
-
-
-def x_loads(m: int, layout: str, dtype: str, target: Target) -> list[str]:
-    """Return the ways to load x; few tokens may come in short runs, without a transpose."""
-    if layout == "col":
-        return ["rows"]
-    if m == 1:
-        return ["strided"]
-    return (["strided"] if m <= 32 else []) + turned_loads(dtype, target)
 
 
 def by_tensor(*loads: str) -> bool:

@@ -44,6 +44,8 @@ def linear(x, spec, schedule, **others):
     core = nl.program_id(0) if spec.split != "" else 0
     if spec.x_cut >= 0:
         x = own(x, spec.x_cut, core)
+    if spec.m == 1 and spec.x_load == "rows" and spec.x_layout == "row":
+        x = x.reshape((spec.k, 1))  # a token lies alike by rows and by columns
     m_times = 2 if spec.split == "tokens" else 1
     n_times = 2 if spec.split == "weights" else 1
     out = []

@@ -26,7 +26,6 @@ from nmm_compiler.kernels.tiling import (
     tiles,
     turned_loads,
     weight_bytes,
-    x_loads,
 )
 from nmm_compiler.kernels.work import Passes, Work
 from nmm_compiler.targets import Target
@@ -40,8 +39,8 @@ class LinearSchedule(Schedule):
     """How a kernel of linear layers runs. All sizes are in elements unless named.
 
     x_load, w_load: how the contraction index of x, and of weights that are stored [n, k], gets onto
-        the partitions: "rows" as it lies, "strided" in short runs, "dma" by DMA transposes,
-        "tensor" on TensorE, fp8 widened to 16 bits there.
+        the partitions: "rows" as it lies, "dma" by DMA transposes, "tensor" on TensorE, fp8 widened
+        to 16 bits there. One token lies alike by rows and by columns.
     order: which rows of x and of its weights share a partition: "consecutive_rows", or every 128th,
         "strided_rows", as transposes leave them; or "fours" where products of MX blocks take x.
     m_block: tokens in SBUF at a time. u_block, block, down_block: outputs of a panel of a first
@@ -269,12 +268,8 @@ class LinearSchedule(Schedule):
             value = getattr(self, name)
             if value < 1 or (name != "load_bytes" and value % 128):
                 raise SpecError(f"schedule: {name} is {value}; pass a multiple of 128")
-        check_load("x_load", self.x_load, layer.x_layout == "col", layer.x_format, target)
-        if layer.mx:
-            check_name("x_load of MX blocks", self.x_load, _mx_loads(layer))
-        turned = any(weight.layout == "col" for weight in layer.weights())
-        if turned or self.w_load != "rows":
-            check_load("w_load", self.w_load, not turned, layer.dtype, target)
+        check_load("x_load", self.x_load, x_loads(layer, target), layer.x_format, target)
+        check_load("w_load", self.w_load, w_loads(layer, target), layer.dtype, target)
         check_name("order", self.order, ORDERS)
         if layer.mx != (self.order == FOURS):
             raise SpecError(
@@ -288,7 +283,7 @@ class LinearSchedule(Schedule):
             )
         over_x = (weight for weight in layer.weights() if layer.of_x(weight))
         loads = {self.x_load} | {_load(weight, self.w_load) for weight in over_x}
-        if self.order == ORDERS[0] and not loads <= {"rows", "strided"}:
+        if self.order == ORDERS[0] and loads != {"rows"}:
             raise SpecError(f"schedule: transposes give order {ORDERS[1]!r}; use it")
         if self.own_queue and not target.dma_generates_descriptors:
             raise SpecError(
@@ -400,17 +395,26 @@ def _pitch(free: int, aligned: bool) -> int:
     return 16 * tiles(free, 16) if aligned else free
 
 
-def check_load(name: str, how: str, lies_right: bool, dtype: str, target: Target) -> None:
-    """Raise SpecError unless `how` can load an operand; x alone may come in short runs.
+def x_loads(layer: Layer, target: Target) -> list[str]:
+    """Return the ways to load x; products of MX blocks take it in no DMA's order."""
+    if layer.x_layout == "col":
+        return ["rows"]
+    if layer.mx:
+        return ["tensor"]
+    return ["rows"] if layer.m == 1 else turned_loads(layer.x_format, target)
 
-    lies_right: its contraction index is the outer one in HBM.
-    """
+
+def w_loads(layer: Layer, target: Target) -> list[str]:
+    """Return the ways to load weights that are stored [n, k]."""
+    turned = any(weight.layout == "col" for weight in layer.weights())
+    return turned_loads(layer.dtype, target) if turned else ["rows"]
+
+
+def check_load(name: str, how: str, allowed: list[str], dtype: str, target: Target) -> None:
+    """Raise SpecError unless `how` can load an operand."""
     check_name(name, how, LOADS)
-    allowed = ["rows"] if lies_right else turned_loads(dtype, target)
-    if name == "x_load" and not lies_right:
-        allowed.append("strided")
+    why = "as the operand lies" if allowed == ["rows"] else f"for {dtype} on {target.name}"
     if how not in allowed:
-        why = "as the operand lies" if lies_right else f"for {dtype} on {target.name}"
         raise SpecError(f"schedule: {name} is {how!r}; {why} it can be {' or '.join(allowed)}")
 
 
@@ -418,9 +422,7 @@ def candidates(layer: Layer, target: Target) -> Iterator[LinearSchedule]:
     """Yield schedules that may be legal, about 50."""
     few = layer.m <= FEW
     weights = layer.weights()
-    turned = any(weight.layout == "col" for weight in weights)
-    w_loads = turned_loads(layer.dtype, target) if turned else ["rows"]
-    x_ways = x_loads(layer.m, layer.x_layout, layer.x_format, target)[: 2 if few else 1]
+    x_ways = x_loads(layer, target)[: 2 if few else 1]
     widest = max(one.n for one in layer.linears)
     rank = max((pair.r for pair in layer.pairs), default=128)
     loads: tuple[int, ...] = (4096, 2048, 8192) if few else (2048, 8192)
@@ -435,11 +437,11 @@ def candidates(layer: Layer, target: Target) -> Iterator[LinearSchedule]:
     downs = sizes_of_panels(layer.down.n, (1024, 2048) if few else (512, 128)) or [128]
     turns = (False, True) if few and any(one.rows for one in layer.results) else (False,)
     for x_load, w_load, m_block, turned in itertools.product(
-        _mx_loads(layer) if layer.mx else x_ways, w_loads, _blocks(layer, target), turns
+        x_ways, w_loads(layer, target), _blocks(layer, target), turns
     ):
         banks = target.psum_banks - 2 * ("tensor" in x_load or "tensor" in w_load or turned)
         over_k = {x_load} | {_load(one, w_load) for one in weights if layer.of_x(one)}
-        runs = layer.k >= 256 and over_k <= {"rows", "strided"}
+        runs = layer.k >= 256 and over_k == {"rows"}
         ranks = _ranks(rank, banks // tiles(min(m_block, layer.m), 512))
         sums = [(1, banks)] if few else [(1, 4)] if layer.down.n else [(4, banks), (1, 4)]
         for u_block, block, down_block, load_bytes, (down, at_once) in itertools.product(
@@ -479,11 +481,6 @@ def whole_blocks(weight: Weight, chunk: int) -> int:
 def _load(weight: Weight, turned: str) -> str:
     """Return how a weight is loaded, given how those stored [n, k] are."""
     return {"row": "rows", "col": turned}.get(weight.layout, "runs")
-
-
-def _mx_loads(layer: Layer) -> tuple[str, ...]:
-    """Return the ways to load x for products of MX blocks, which take it in no DMA's order."""
-    return ("rows",) if layer.x_layout == "col" else ("tensor",)
 
 
 def _blocks(layer: Layer, target: Target) -> list[int]:
@@ -549,10 +546,7 @@ def work(layer: Layer, schedule: LinearSchedule) -> Work:
     step = made.x_chunk or first.chunk
     count = tiles(layer.k, step) * m_blocks
     deep = step // 128 if schedule.order == "consecutive_rows" and tokens == layer.m else 1
-    # short runs arrive at elements that are apart, but for one token
     run = x_size * tokens * deep
-    if made.x_load == "strided":
-        run = x_size * deep if tokens == 1 else x_size
     squares = tiles(layer.k, 128) * tiles(layer.m, 128)
     done.load(made.x_load, total, count, run, (squares, count * tiles(tokens, 128), step * x_size))
     if layer.mx:

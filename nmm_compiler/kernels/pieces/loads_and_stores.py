@@ -21,8 +21,6 @@ def load(dst, tile, part: Part, how, order, total):
         load_fours(dst, tile, part)
     elif how == "rows":
         load_rows(dst, tile, part, order, total)
-    elif how == "strided":
-        load_strided(dst, tile, part, order, total)
     elif how == "dma":
         load_transposed_by_dma(dst, tile, part)
     else:
@@ -54,40 +52,6 @@ def load_rows(dst, tile, part: Part, order, total):
                 part.row + 128 * tiles : part.row + part.rows,
                 part.column : part.column + part.columns,
             ],
-        )
-
-
-def load_strided(dst, tile, part: Part, order, total):
-    """Load columns of a matrix that has few rows, in runs of a few elements."""
-    tiles = part.rows // 128
-    if tiles > 0:
-        if order == "consecutive_rows":
-            depth = total // 128
-            view = part.src[part.column : part.column + part.columns, 0 : 128 * depth]
-            view = view.reshape_dim(1, (128, depth))
-            view = view[0 : part.columns, 0:128, part.row // 128 : part.row // 128 + tiles].permute(
-                (1, 0, 2)
-            )
-            nisa.dma_copy(
-                dst=dst[0:128, tile : tile + tiles, 0 : part.columns].permute((0, 2, 1)),
-                src=view,
-            )
-        else:
-            view = part.src[
-                part.column : part.column + part.columns, part.row : part.row + 128 * tiles
-            ]
-            view = view.reshape_dim(1, (tiles, 128)).permute((2, 0, 1))
-            nisa.dma_copy(
-                dst=dst[0:128, tile : tile + tiles, 0 : part.columns].permute((0, 2, 1)),
-                src=view,
-            )
-    if part.rows % 128 > 0:
-        nisa.dma_copy(
-            dst=dst[0 : part.rows % 128, tile + tiles, 0 : part.columns],
-            src=part.src[
-                part.column : part.column + part.columns,
-                part.row + 128 * tiles : part.row + part.rows,
-            ].permute((1, 0)),
         )
 
 
