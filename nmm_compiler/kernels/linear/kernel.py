@@ -94,21 +94,13 @@ def linear(x, spec, schedule, **others):
             if factors.bias != ""
             else None
         )
-        if factors.gain != "":
-            p_scale.append(
-                load_columns(others.get(factors.gain), factors.u.n, 1, 0, 1, schedule.own_queue)
-            )
-        elif factors.groups.slots > 0:
-            p_scale.append(None)
-        elif factors.groups.count > 0:
-            p_scale.append(
-                load_columns(others.get("row_scale"), factors.u.n, 1, 0, 1, schedule.own_queue)
-            )
-        elif factors.u.format == "float8_e4m3":
-            first_column = len(p_scale) * spec.branch_tiles
-            last_column = first_column + spec.branch_tiles
-            p_scale.append(branch_sb[0:128, first_column:last_column])
-        elif factors.scaled:
+        if factors.numbers == "branch_scale":
+            column = factors.place * spec.branch_tiles
+            p_scale.append(branch_sb[0:128, column : column + spec.branch_tiles])
+        elif factors.numbers != "":
+            vector = others.get(factors.numbers)
+            p_scale.append(load_columns(vector, factors.u.n, 1, 0, 1, schedule.own_queue))
+        elif factors.scaled and factors.groups.slots == 0:
             p_scale.append(
                 product_scales(
                     others.get(factors.u.scale), others.get("x_scale"), factors.u.n, 128,
@@ -194,7 +186,9 @@ def compute_block(
                     p_sb, x_first, others.get("u"), columns, p_factors[0], pair, at, spec
                 )
         else:
-            project(p_sb, x_first, spec.of_x_stage, around, at, spec, others)
+            project(
+                p_sb, x_first, spec.factors, spec.exchanges_p, spec.tp, around, at, spec, others
+            )  # fmt: skip
     else:
         p_sb = None
     if spec.mx:
@@ -277,7 +271,9 @@ def compute_block(
                 (128, spec.down.low_rank.tiles, at.tokens), dtype=p_type, buffer=nl.sbuf
             )
             h_plain = Left(h_strip, None, "none")
-            project(down_sb, h_plain, spec.of_h_stage, around, at, spec, others)
+            project(
+                down_sb, h_plain, spec.down_pairs, spec.exchanges_down, 1, around, at, spec, others
+            )  # fmt: skip
         else:
             down_sb = None
         h_panels = []

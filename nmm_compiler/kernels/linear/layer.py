@@ -124,6 +124,13 @@ class LowRank(Record):
     groups: Groups = Groups()
 
     @property
+    def numbers(self) -> str:
+        """The operand with a number for each feature of p, "" where there is none."""
+        if self.u.format == FP8:
+            return "branch_scale"
+        return self.gain or "row_scale" * (self.groups.count > self.groups.slots == 0)
+
+    @property
     def scaled(self) -> bool:
         """Whether a tensor multiplies p: scales of fp8 numbers, the gain of the norm, or groups."""
         return self.scales in ("tensor", "channel", "group")
@@ -209,21 +216,6 @@ class Linear(Record):
         """Return u, v and the dense weight, those there are."""
         every = (self.low_rank.u, self.low_rank.v, self.weight)
         return tuple(weight for weight in every if weight.k)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Stage(Record):
-    """First factors that multiply one left factor.
-
-    cores, ranks: whether these sum over a part of it each, shared where one of them does. plain:
-    nothing stands behind the sums.
-    """
-
-    pairs: tuple[LowRank, ...]
-    cores: bool
-    ranks: bool
-    plain: bool
-    shared: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -340,22 +332,10 @@ class Layer(Record):
         """Whether the factors that tokens choose are gathered."""
         return any(pair.groups.slots for pair in self.factors)
 
-    @functools.cached_property
-    def of_x_stage(self) -> Stage:
-        """The first factors that multiply x."""
-        plain = not any(pair.shaped or pair.scales for pair in self.factors)
-        return Stage(
-            pairs=self.factors, cores=self.exchanges_p, ranks=self.tp > 1, plain=plain,
-            shared=self.exchanges_p or self.tp > 1,
-        )  # fmt: skip
-
-    @functools.cached_property
-    def of_h_stage(self) -> Stage:
-        """The first factor that multiplies h."""
-        cores = self.exchanges_down
-        return Stage(
-            pairs=self.down_pairs, cores=cores, ranks=False, plain=not self.fp8, shared=cores
-        )  # fmt: skip
+    @property
+    def plain(self) -> bool:
+        """Whether nothing stands behind the sums of first factors."""
+        return not any(pair.shaped or pair.scales for pair in self.pairs)
 
     @property
     def x_later(self) -> str:

@@ -12,19 +12,19 @@ from .sums import load_chunk, make_columns
 from .two_cores import add_other_half, clear_tail, finish_sums, own
 
 
-def project(p_sb, left: Left, stage, ends: Ends, at: Block, spec, others):
-    """Compute p^T of the pairs of a stage into a strip, one after the other.
+def project(p_sb, left: Left, pairs, cores, ranks, ends: Ends, at: Block, spec, others):
+    """Compute p^T of pairs of factors into a strip, one after the other.
 
-    The first of them may load the left factor. Cores, and ranks, sum over a part of it each.
+    The first of them may load the left factor. With `cores` each of two cores, and of several ranks
+    each one, sums over a part of it.
     """
-    if stage.cores:
-        made = nl.ndarray(p_sb.shape, dtype=nl.float32, buffer=nl.sbuf)
-    elif stage.ranks:
-        made = nl.ndarray(p_sb.shape, dtype=p_sb.dtype, buffer=nl.sbuf)
+    shared = cores or ranks > 1
+    if shared:
+        made = nl.ndarray(p_sb.shape, dtype=nl.float32 if cores else p_sb.dtype, buffer=nl.sbuf)
     else:
         made = p_sb
-    for pair in stage.pairs:
-        if stage.shared:
+    for pair in pairs:
+        if shared:
             clear_tail(made, pair.tile, pair.u.n)
         for r0 in range(0, pair.u.n, pair.u.block):
             wide = min(pair.u.block, pair.u.n - r0)
@@ -51,33 +51,29 @@ def project(p_sb, left: Left, stage, ends: Ends, at: Block, spec, others):
                     Panel(r0, wide, pair.u.group, 1, 1, wide, 0), at,
                     Epilogue(
                         ends.p_scale[pair.place] if pair.scaled else pair.scale,
-                        "" if stage.shared else pair.scales, ends.p_bias[pair.place],
-                        pair.bias != "" and not stage.shared,
-                        "identity" if stage.shared else pair.activation,
-                        getattr(nl, "copy" if stage.shared else pair.op),
-                        None, False, ends.squares[pair.place], pair.gain != "" and not stage.shared,
+                        "" if shared else pair.scales, ends.p_bias[pair.place],
+                        pair.bias != "" and not shared,
+                        "identity" if shared else pair.activation,
+                        getattr(nl, "copy" if shared else pair.op),
+                        None, False, ends.squares[pair.place], pair.gain != "" and not shared,
                     ),
                 )  # fmt: skip
-    if stage.cores:
-        if stage.plain and not stage.ranks:
-            total = p_sb
-        elif stage.ranks:
-            total = nl.ndarray(p_sb.shape, dtype=p_sb.dtype, buffer=nl.sbuf)
+    if cores and spec.plain and ranks == 1:
+        add_other_half(p_sb, made, at.core)
+    elif shared:
+        if cores:
+            total = nl.ndarray(
+                p_sb.shape, dtype=p_sb.dtype if ranks > 1 else nl.float32, buffer=nl.sbuf
+            )
+            add_other_half(total, made, at.core)
         else:
             total = made
-        add_other_half(total, made, at.core)
-    else:
-        total = made
-    if stage.ranks:
-        if stage.plain:
-            whole = p_sb
-        else:
+        if ranks > 1:
             whole = nl.ndarray(p_sb.shape, dtype=p_sb.dtype, buffer=nl.sbuf)
-        sum_strips(whole, total, stage.pairs[0].u.n, spec.tp)
-    else:
-        whole = total
-    if stage.shared and not stage.plain:
-        for pair in stage.pairs:
+            sum_strips(whole, total, pairs[0].u.n, ranks)
+        else:
+            whole = total
+        for pair in pairs:
             finish_sums(
                 p_sb, whole, pair.tile, pair.u.n,
                 Epilogue(
