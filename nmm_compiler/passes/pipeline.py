@@ -58,24 +58,26 @@ from nmm_compiler.passes.rules.shared import SharedU, SharedX
 class Attempt:
     """A copy of a graph that is being rewritten; `result` collects the findings.
 
-    path: of the graph among the graphs of higher-order operators. stored: whether the model stores
-    the placeholders of such a graph. inputs: examples, which may be tensor subclasses that metadata
-    hides. refused: what this and earlier attempts could not emit. rules: those of this attempt. The
-    methods are the steps of `pipeline.PASSES`; the fields after `rules` pass their results on.
+    stored: whether the model stores the placeholders of a graph of a higher-order operator. inputs:
+    examples, which may be tensor subclasses that metadata hides. refused: what this and earlier
+    attempts could not emit. rules: those of this attempt. The methods are the steps of
+    `pipeline.PASSES`; the fields after `rules` pass their results on. moved: nodes that the matches
+    take over. declined: refusals, and whether the report has them where another rule matches.
     """
 
     module: fx.GraphModule
     values: dict[fx.Node, Any]
     options: Options
     faults: Faults
-    path: str
     stored: Mapping[str, bool] | None
     inputs: Sequence[Any] | None
     result: RewriteResult
     refused: list[Declined]
     rules: tuple[Rule, ...] = ()
     c: Canonical = dataclasses.field(init=False)
-    matches: list[Match] = dataclasses.field(default_factory=list)
+    matches: list[Match] = dataclasses.field(init=False)
+    moved: set[fx.Node] = dataclasses.field(init=False)
+    declined: list[tuple[Declined, bool]] = dataclasses.field(init=False)
     editor: Editor = dataclasses.field(init=False)
     dropped: bool = False
 
@@ -99,20 +101,55 @@ class Attempt:
 
     def match(self) -> None:
         """Ask each rule, in order, at each node, last node first; the first match stays."""
-        search = _Search(self.c, self.path)
+        c = self.c
+        self.matches, self.moved, self.declined = [], set(), []
+        values = ((node, (node, *c.virtuals.get(node, ()))) for node in reversed(c.graph.nodes))
+        nodes = [
+            (node, {kind for key in keys for kind in type(c.forms.get(key)).__mro__})
+            for node, keys in values
+        ]
         for rule in self.rules:
-            with self.faults.only_reading(rule, self.c.graph):
-                for node in search.places(rule):
-                    if node not in search.taken:
-                        try:
-                            search.ask(rule, node)
-                        except Exception as error:  # kept, or raised again
-                            self.faults.keep(error, "matching", node, rule)
-        self.matches = search.matches
-        if not self.built_in:
-            self.result.nearest[self.rules[0].name] = search.nearest
-        names = {node.name for node in search.taken}
-        self.result.declined += [d for d, kept in search.declined if kept or d.at not in names]
+            if not self.built_in:
+                self.result.nearest[rule.name] = (0, "")
+            ends = (object,) if rule.ends_at is None else rule.ends_at
+            with self.faults.only_reading(rule, c.graph):
+                for node, kinds in nodes:
+                    if kinds.isdisjoint(ends) or node in self.moved:
+                        continue
+                    try:
+                        self._ask(rule, node)
+                    except Exception as error:  # kept, or raised again
+                        self.faults.keep(error, "matching", node, rule)
+        names = {node.name for node in self.moved}
+        self.result.declined += [one for one, kept in self.declined if kept or one.at not in names]
+
+    def _ask(self, rule: Rule, node: fx.Node) -> None:
+        """Keep the first match of a rule at a node, or why there is none."""
+        c = self.c
+        for candidate in rule.pattern(c, node):
+            found = _checked(rule, rule.check(c, candidate))
+            if found is None:
+                continue
+            if isinstance(found, Refusal) and found.agreed:
+                near = (found.agreed, f"at {found.node.name} {found.reason}")
+                self.result.nearest[rule.name] = max(self.result.nearest[rule.name], near)
+                continue
+            moved = set[fx.Node]()
+            if isinstance(found, Match):
+                if self.faults.is_left(rule.name, found.name):
+                    continue
+                moved = moving(c, found.nodes)
+                places = [c.effects.position[n] for n in (*moved, found.node)]
+                if c.effects.in_transform(min(places), max(places)):
+                    found = in_transform(node)
+            if isinstance(found, Refusal):
+                if found.reason:
+                    declined = Declined.of(rule.name, found, node, self.faults.graph)
+                    self.declined.append((declined, found.report_even_if_superseded))
+            elif moved.isdisjoint(self.moved):
+                self.moved |= moved
+                self.matches.append(found)
+                return
 
     def combine(self) -> None:
         """Let rules join matches into groups, and add the findings to the report."""
@@ -126,13 +163,13 @@ class Attempt:
                 joined = _combined(rule, free, joined)
                 self.matches = [*(one for one in joined if isinstance(one, Match)), *left]
                 self.result.declined += [
-                    Declined.of(rule.name, one, one.node, self.path)
+                    Declined.of(rule.name, one, one.node, self.faults.graph)
                     for one in joined if isinstance(one, Refusal)
                 ]  # fmt: skip
         position = self.c.effects.position
         self.matches.sort(key=lambda m: position[m.node])
         for match in self.matches:
-            match.graph, match.length = self.path, _terms(self.c, match.nodes)
+            match.graph, match.length = self.faults.graph, _terms(self.c, match.nodes)
 
     def lay_out(self) -> None:
         """Give every tensor between calls a layout; built-in rules only."""
@@ -188,7 +225,8 @@ class Attempt:
             _emit(self.c, self.editor, match, rule)
             return
         except NotEmittedError as error:
-            self.refused.append(Declined.of(rule.name, error.refusal, match.node, self.path))
+            why = Declined.of(rule.name, error.refusal, match.node, self.faults.graph)
+            self.refused.append(why)
         except Exception as error:  # kept, or raised again
             self.faults.keep(error, "emitting", match.node, rule)
             fault = True
@@ -231,57 +269,6 @@ def _emit(c: Canonical, editor: Editor, match: Match, rule: Rule) -> None:
     if isinstance(call, Call):
         made = dict.fromkeys(one.out_layout for one in call.results())
         match.info |= {"x_layout": call.x_layout, "out_layout": ",".join(made)}
-
-
-class _Search:
-    """The matches in a graph so far, and the nodes that they take over."""
-
-    def __init__(self, c: Canonical, path: str) -> None:
-        self.c, self.path = c, path
-        self.taken: set[fx.Node] = set()
-        self.matches: list[Match] = []
-        # Refusals, and whether the report has them even where another rule takes the place.
-        self.declined: list[tuple[Declined, bool]] = []
-        self.nearest = (0, "")
-        keys = ((n, (n, *c.virtuals.get(n, ()))) for n in reversed(c.graph.nodes))
-        self._kinds = [
-            (node, {kind for key in own for kind in type(c.forms.get(key)).__mro__})
-            for node, own in keys
-        ]
-
-    def places(self, rule: Rule) -> list[fx.Node]:
-        """Return the nodes at which a match of a rule may end, last first."""
-        if rule.ends_at is None:
-            return [node for node, _ in self._kinds]
-        return [node for node, kinds in self._kinds if not kinds.isdisjoint(rule.ends_at)]
-
-    def ask(self, rule: Rule, node: fx.Node) -> None:
-        """Keep the first match of a rule at a node, or why there is none."""
-        c = self.c
-        for candidate in rule.pattern(c, node):
-            found = _checked(rule, rule.check(c, candidate))
-            if found is None:
-                continue
-            if isinstance(found, Refusal) and found.agreed:
-                near = (found.agreed, f"at {found.node.name} {found.reason}")
-                self.nearest = max(self.nearest, near)
-                continue
-            taken = set[fx.Node]()
-            if isinstance(found, Match):
-                if c.faults.is_left(rule.name, found.name):
-                    continue
-                taken = moving(c, found.nodes)
-                places = [c.effects.position[n] for n in (*taken, found.node)]
-                if c.effects.in_transform(min(places), max(places)):
-                    found = in_transform(node)
-            if isinstance(found, Refusal):
-                if found.reason:
-                    declined = Declined.of(rule.name, found, node, self.path)
-                    self.declined.append((declined, found.report_even_if_superseded))
-            elif not taken & self.taken:
-                self.taken |= taken
-                self.matches.append(found)
-                return
 
 
 def _combined(rule: Rule, given: list[Match], joined: Any) -> list[Match | Refusal]:
@@ -383,13 +370,12 @@ def _new_folder(path: str) -> Path | None:
     if directory is None:
         return None
     base = Path(directory).expanduser()
-    number = len(list(base.glob("graph*")))
-    while True:
+    for number in itertools.count(len(list(base.glob("graph*")))):
         folder = base / (f"graph{number:03d}" + (f"_{path}" if path else ""))
         with contextlib.suppress(FileExistsError):
             folder.mkdir(parents=True)
-            return folder
-        number += 1
+            break
+    return folder
 
 
 def _dump(folder: Path, step: str, attempt: Attempt) -> None:
@@ -606,18 +592,11 @@ def copy_graph(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx
     Dynamo's class, which the copy keeps.
     """
     graph = fx.Graph(tracer_cls=getattr(module.graph, "_tracer_cls", None))
-    new: dict[fx.Node, fx.Node] = {}
+    new: dict[Any, Any] = {}
     for node in module.graph.nodes:
-        copy: Any = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
-        # Set afterwards, since `create_node` searches all arguments for a reason to warn.
-        if node.args:
-            copy.args = fx.map_arg(node.args, new.__getitem__)
-        if node.kwargs:
-            copy.kwargs = fx.map_arg(node.kwargs, new.__getitem__)
+        new[node] = graph.node_copy(node, new.__getitem__)
         if hasattr(node, "_dynamo_source"):
-            copy._dynamo_source = node._dynamo_source
-        copy.meta.update(node.meta)
-        new[node] = copy
+            new[node]._dynamo_source = node._dynamo_source
     graph._codegen = module.graph._codegen
     # Setting a module's graph compiles its code, which the passes do once at their end. So the
     # module is made for a graph with only its tensors and modules, and then gets the copy.
@@ -686,7 +665,7 @@ class _Run:
             if values is None:
                 break
             own = {new[node]: value for node, value in values.items()}
-            shared = (self.options, self.faults, path, stored, example_inputs, found, self.refused)
+            shared = (self.options, self.faults, stored, example_inputs, found, self.refused)
             attempt, values = Attempt(module, own, *shared), None
             with self.faults.guard("rewriting the graph that ends at", last):
                 whole = all(apply(attempt, rules, folder) for rules in _segments(self.order))

@@ -125,11 +125,12 @@ def read_stage(
     held: dict[int, Dim] = {}
     for label, dim in zip(w_labels, w_dims, strict=True):
         atoms = tuple(a for a in dim if a.axis != views.BROADCAST)
-        if len(atoms) != len(dim) and label not in out:
-            return odd
-        if atoms and label in out and label in real_x:
+        batch = label in out and label in real_x
+        if atoms and batch:
             why = "both operands vary along a batch dimension (per-head weights or activations)"
             return Refusal("weight", why, w)
+        if len(atoms) != len(dim) and not batch:
+            return odd
         if atoms:
             held[label] = atoms
     whole = tuple((Atom(label, views.dim_size(dim), 1),) for label, dim in held.items())
@@ -145,10 +146,6 @@ def read_stage(
     token_parts = {label: Atom(label, size, 1) for label, size in tokens.items()}
     of_x, of_result = k_parts | token_parts, n_parts | token_parts
     if {label: atom.size for label, atom in of_x.items()} != real_x:
-        return odd
-    pairs = zip(w_labels, w_dims, strict=True)
-    repeated = {label for label, dim in pairs if any(a.axis == views.BROADCAST for a in dim)}
-    if repeated & out - set(of_result):
         return odd
     x_dims, out_dims = (
         tuple((parts[label],) if label in parts else () for label in labels)
@@ -298,28 +295,15 @@ _STEPS_BETWEEN = 4
 
 
 @dataclass(frozen=True)
-class Inner:
-    """A function between two products: an activation, or with a gain the RMS norm over the rank."""
-
-    activation: str = "identity"
-    gain: Key | None = None
-    eps: float = 0.0
-
-    def name(self) -> str:
-        """Return "rms", or the name of the activation."""
-        return self.activation if self.gain is None else "rms"
-
-
-@dataclass(frozen=True)
 class Chain:
     """x -> times u -> `middle` steps -> times v -> `after` steps; without v one dense product.
 
     out is the value the chain ends at, out_dims its dimensions over the tokens of `first`. base is
     a dense product of the same x that is added (LoRA). addend is the addmm input, with its factor,
     which stays outside of the kernel. more are further chains of the same x that are added (several
-    adapters); their factors are joined along the rank. inner is a function between the products,
-    behind `middle`, which then has biases only. tp, group: devices of a process group that sum
-    between the products.
+    adapters); their factors are joined along the rank. inner is a function between the products, an
+    activation or the RMS norm over the rank, behind `middle`, which then has biases only. tp,
+    group: devices of a process group that sum between the products.
     """
 
     first: Stage
@@ -332,7 +316,7 @@ class Chain:
     base: Stage | None = None
     addend: tuple[Key, float] | None = None
     more: tuple[Chain, ...] = ()
-    inner: Inner | None = None
+    inner: Activation | Norm | None = None
     tp: int = 1
     group: str = ""
 
@@ -353,14 +337,14 @@ class Chain:
         return (self.u,) if self.second is None else (self.u, self.v)
 
     @property
-    def last(self) -> Stage:
-        """Return the last product."""
-        return self.second or self.first
+    def gain(self) -> Key | None:
+        """Return the vector of the norm between the products."""
+        return self.inner.weight if isinstance(self.inner, Norm) else None
 
     @property
     def n(self) -> int:
         """Return the output features."""
-        return self.last.weight.n
+        return self.factors[-1].n
 
     @property
     def steps(self) -> tuple[Step, ...]:
@@ -395,7 +379,7 @@ class Chain:
         stages = [part.first for part in parts] + ([self.base] if self.base else [])
         keys = [stage.x for stage in stages] + self.weights
         keys += [s.key for p in parts for s in p.steps if s.key is not None]
-        keys += [self.inner.gain] if self.inner and self.inner.gain is not None else []
+        keys += [self.gain] if self.gain is not None else []
         return keys + ([self.addend[0]] if self.addend else [])
 
 
@@ -536,12 +520,10 @@ def join_stages(
     c: Canonical, second: Stage, walk: Walk, inner: Product, computed: bool = False
 ) -> Chain | Refusal:
     """Join a second stage with the product behind it, if features meet features."""
-    pairs = zip(second.x_dims, walk.dims, strict=True)
-    contracted = [over for own, over in pairs if own and own[0].axis == FEATURE]
-    labels = {inner.out_labels[a.axis] for over in contracted for a in over if a.axis >= 0}
-    in_lhs = bool(labels & set(inner.lhs_labels))
-    in_rhs = bool(labels & set(inner.rhs_labels))
-    if second.weight.k == 1 and not contracted:  # rank 1: a dimension of size 1 has no label
+    contracted, _ = _axes_over(second, walk.dims)
+    labels = {inner.out_labels[atom.axis] for atom in contracted if atom.axis >= 0}
+    in_lhs, in_rhs = (not labels.isdisjoint(own) for own in (inner.lhs_labels, inner.rhs_labels))
+    if second.weight.k == 1:  # a dimension of size 1 has no label
         in_rhs = c.is_constant(inner.rhs) or not c.is_weight(inner.lhs)
         in_lhs = not in_rhs
     operand = inner.rhs if in_rhs else inner.lhs
@@ -570,9 +552,9 @@ def join_stages(
     if data_dims is None:
         return mismatch
     r = second.weight.k
-    if first.weight.n != r or not is_whole_feature(_features_over(second, data_dims), r):
+    features, tokens = _axes_over(second, data_dims)
+    if first.weight.n != r or not is_whole_feature(features, r):
         return mismatch
-    tokens = _tokens_over(second, data_dims)
     out_dims = views.compose(second.out_dims, tokens)
     if out_dims is None or any(a.axis < 0 for dim in tokens.values() for a in dim):
         return mismatch
@@ -610,9 +592,8 @@ def read_with_function(
     function = c.forms[walk.key]
     if not isinstance(why, Refusal) or not isinstance(function, kind) or walk.steps:
         return None
-    inner = _inner_of(function)
     second = read_stage(c, key, form, weight_is_rhs)
-    if inner is None or isinstance(second, Refusal):
+    if not _has_kernel(function) or isinstance(second, Refusal):
         return None
     if isinstance(function, Norm) and not _is_over_rank(c, walk, second, function):
         return None
@@ -629,26 +610,20 @@ def read_with_function(
         return None if walk.steps else _over_devices(c, found)
     biases = tuple(step for step in found.middle if step.kind == "bias")
     scaled = [s for s in found.middle if s.kind != "bias" and (s.key or s.number != 1.0)]
-    if scaled or (inner.gain is not None and biases):
-        what = "activation" if inner.gain is None else "norm"
-        return Refusal(
-            "between",
-            f"a factor{'' if inner.gain is None else ' or a bias'} stands before the {what} "
-            "between the products",
-            walk.key,
-        )
-    return dataclasses.replace(found, middle=biases, inner=inner)
+    refused, what = scaled, "a factor stands before the activation"
+    if isinstance(function, Norm):
+        refused, what = [*scaled, *biases], "a factor or a bias stands before the norm"
+    if refused:
+        return Refusal("between", f"{what} between the products", walk.key)
+    return dataclasses.replace(found, middle=biases, inner=function)
 
 
-def _inner_of(function: Activation | Norm | DeviceSum) -> Inner | None:
-    if isinstance(function, DeviceSum):
-        return Inner()
-    if isinstance(function, Activation):
-        return Inner(function.name) if function.name in ACTIVATIONS else None
-    plain = function.kind == "rms" and function.bias is None and not function.offset
-    if not plain or function.weight is None or function.eps is None:
-        return None
-    return Inner(gain=function.weight, eps=function.eps)
+def _has_kernel(function: Activation | Norm | DeviceSum) -> bool:
+    """Return whether kernels compute a function between two products."""
+    if isinstance(function, Norm):
+        plain = function.kind == "rms" and function.bias is None and not function.offset
+        return plain and function.weight is not None and function.eps is not None
+    return isinstance(function, DeviceSum) or function.name in ACTIVATIONS
 
 
 def _is_over_rank(c: Canonical, walk: Walk, second: Stage, norm: Norm) -> bool:
@@ -657,33 +632,23 @@ def _is_over_rank(c: Canonical, walk: Walk, second: Stage, norm: Norm) -> bool:
     if not shape or shape[-1] != second.weight.k or c.shape(norm.value) != shape:
         return False
     base, dims = c.base(norm.value)
-    over_last = _features_over(second, walk.dims) == views.identity(shape)[-1]
+    over_last = _axes_over(second, walk.dims)[0] == views.identity(shape)[-1]
     return over_last and bool(dims) and dims[-1] in c.whole(base)
 
 
 def _over_devices(c: Canonical, chain: Chain) -> Chain | None:
-    """Return a chain with the devices that sum between its products; None where they do not cut it
-    by rows."""
-    if not _cut_by_rows(c, chain):
+    """Return a chain with the devices that sum between its products; None where they do not cut x
+    and u evenly by inputs, or v is not whole."""
+    x, u, v = (cast("Any", c.tensor(one)) for one in (chain.first.x, chain.u.key, chain.v.key))
+    if not all(map(is_distributed, (x, u, v))):
         return None
-    mesh = cast("Any", c.tensor(chain.first.x)).device_mesh
+    mesh, rows = x.device_mesh, 0 if chain.u.layout == "row" else 1
+    by_inputs = x.placements[0].is_shard(x.ndim - 1) and u.placements[0].is_shard(rows)
+    even = x.shape[-1] == chain.u.k and chain.u.k % mesh.size() == 0
+    if not (by_inputs and even and v.placements[0].is_replicate()):
+        return None
     group = str(mesh.get_group().group_name)
     return dataclasses.replace(chain, tp=int(mesh.size()), group=group)
-
-
-def _cut_by_rows(c: Canonical, chain: Chain) -> bool:
-    """Return whether x and u are cut evenly by inputs, and v is whole."""
-    x, u, v = (cast("Any", c.tensor(one)) for one in (chain.first.x, chain.u.key, chain.v.key))
-    if not all(is_distributed(one) for one in (x, u, v)):
-        return False
-    rows = 0 if chain.u.layout == "row" else 1
-    even = x.shape[-1] == chain.u.k and chain.u.k % x.device_mesh.size() == 0
-    return (
-        even
-        and x.placements[0].is_shard(x.ndim - 1)
-        and u.placements[0].is_shard(rows)
-        and v.placements[0].is_replicate()
-    )
 
 
 EPILOGUES = ("relu", "silu", "gelu", "gelu_tanh")
@@ -747,7 +712,7 @@ def read_projection(c: Canonical, key: Key, inputs: bool = False) -> Chain | Non
     if isinstance(form, Refusal) or any(step.kind == "vector" for step in walk.steps):
         return None
     chain = read_chain(c, walk.key, form, inputs)
-    if not isinstance(chain, Chain) or too_wide(c, chain.first, chain.u.n, chain.n, walk.key):
+    if not isinstance(chain, Chain) or too_wide(c, chain):
         chain = _dense(c, walk.key, form)
     return None if chain is None else _behind_walk(chain, walk, key)
 
@@ -766,35 +731,25 @@ def _dense(c: Canonical, key: Key, form: Product) -> Chain | None:
 
 
 def over_base(c: Canonical, stage: Stage, dims: Dims) -> Dims | None:
-    """Express dims over a stage's tokens by the axes of the value that x is a view of."""
-    found = views.compose(dims, _tokens_over(stage, c.base(stage.x)[1]))
-    return None if found is None else tuple(map(views.coalesce, found))
+    """Express the features that a stage contracts, and dims over its tokens, by the axes of the
+    value that x is a view of."""
+    features, tokens = _axes_over(stage, c.base(stage.x)[1])
+    found = views.compose(dims, tokens)
+    return None if found is None else tuple(map(views.coalesce, (features, *found)))
 
 
-def _tokens_over(stage: Stage, dims: Dims) -> dict[int, Dim]:
-    """Return the token axes of a stage by the axes of a value that x has these dims over."""
-    pairs = zip(stage.x_dims, dims, strict=True)
-    return {own[0].axis: over for own, over in pairs if own and own[0].axis != FEATURE}
-
-
-def features_over_base(c: Canonical, stage: Stage) -> Dim:
-    """Return the features that a stage contracts, by the axes of the value that x is a view of."""
-    return views.coalesce(_features_over(stage, c.base(stage.x)[1]))
-
-
-def _features_over(stage: Stage, dims: Dims) -> Dim:
-    """Return the features that a stage contracts by the axes of a value that x has these dims
-    over."""
-    pairs = zip(stage.x_dims, dims, strict=True)
-    pieces = [(int(own[0].inner), over) for own, over in pairs if own and own[0].axis == FEATURE]
-    return tuple(a for _, over in sorted(pieces, key=lambda p: -p[0]) for a in over)
+def _axes_over(stage: Stage, dims: Dims) -> tuple[Dim, dict[int, Dim]]:
+    """Return the features that a stage contracts, and each token axis, by the axes of a value that
+    x has these dims over."""
+    pairs = [(own[0], over) for own, over in zip(stage.x_dims, dims, strict=True) if own]
+    tokens = {atom.axis: over for atom, over in pairs if atom.axis != FEATURE}
+    pieces = [(int(atom.inner), over) for atom, over in pairs if atom.axis == FEATURE]
+    return tuple(a for _, over in sorted(pieces, key=lambda p: -p[0]) for a in over), tokens
 
 
 def same_tokens(c: Canonical, one: Stage, one_dims: Dims, two: Stage, two_dims: Dims) -> bool:
     """Return whether two results lie over the tokens of the same x in the same way."""
     if c.base(one.x)[0] is not c.base(two.x)[0]:
-        return False
-    if features_over_base(c, one) != features_over_base(c, two):
         return False
     left, right = over_base(c, one, one_dims), over_base(c, two, two_dims)
     return left is not None and left == right

@@ -320,16 +320,13 @@ def tokens_to_judge(count: Any) -> int:
     return max(1, count) if isinstance(count, int) else TYPICAL_TOKENS
 
 
-def too_wide(c: Canonical, stage: Any, r: int, n: int, key: Key) -> Refusal | None:
-    """Return a refusal where the rank of x u v is so large that one dense product is the fastest.
-
-    stage: the first product, x u. r, n: features of u and of v. key: the last product.
-    """
-    k = stage.weight.k
+def too_wide(c: Canonical, chain: Any) -> Refusal | None:
+    """Return a refusal where the rank of x u v is so large that one dense product is faster."""
+    k, r, n, key = chain.u.k, chain.r, chain.n, chain.second.key
     if r * (k + n) < k * n:
         return None
     dtype = dtype_name(c.dtype(key))
-    m = tokens_to_judge(views.product(list(stage.tokens.values())))
+    m = tokens_to_judge(views.product(list(chain.first.tokens.values())))
     text = f"r (k + n) >= k n: {r} * ({k} + {n}) >= {k} * {n}, so one dense product is cheaper"
     if dtype in LowRankSpec.dtypes:  # else no kernel has a price
         times = call_ways(c, LowRankSpec(m=m, k=k, r=r, n=n, dtype=dtype))

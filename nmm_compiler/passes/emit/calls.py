@@ -23,7 +23,7 @@ from nmm_compiler.kernels.packed_formats import MX
 from nmm_compiler.ops.launches import view_turned
 from nmm_compiler.ops.linear import CORRECTED, CORRECTED_MLP, CORRECTED_SHARED, SUFFIX
 from nmm_compiler.ops.registration import DEFINITIONS
-from nmm_compiler.passes.chains.chain import Chain, Inner, is_whole_feature
+from nmm_compiler.passes.chains.chain import Chain, is_whole_feature
 from nmm_compiler.passes.chains.safety import Refusal, covered, tokens_to_judge
 from nmm_compiler.passes.emit.editor import Editor, NotEmittedError, aten
 from nmm_compiler.passes.emit.linears import Linear, in_layout, times
@@ -37,8 +37,10 @@ from nmm_compiler.passes.emit.stored import (
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import (
     PLAIN,
+    Activation,
     Canonical,
     Key,
+    Norm,
     Virtual,
     dtype_name,
     owner_of,
@@ -362,15 +364,15 @@ class Call:
         for made in each if "scale" not in names else ():
             last = next(one for one in ("branch_scale", "v", "w") if made.get(one) is not None)
             made[last] = times(editor, made[last], made["scale"])
-        inner = chain.inner or Inner()
+        inner = chain.inner
         given = {
             **each[0], **self.said, "activation": self.activation, "x_layout": self.x_layout,
             "tp": chain.tp, "tp_axis": "rows" if chain.tp > 1 else "", "group": chain.group,
-            "inner_activation": inner.activation,
+            "inner_activation": inner.name if isinstance(inner, Activation) else "identity",
         }  # fmt: skip
         for one in self.linears:
             given |= one.ways
-        if inner.gain is not None:
+        if isinstance(inner, Norm):
             given["inner_eps"] = inner.eps
         given |= {many: [made.get(one) for made in each] for one, many in _LISTS.items()}
         if None in given["branch_scales"]:  # where one has it, all have
@@ -474,7 +476,8 @@ class Call:
             **({"base_weight": self.format} if self.format else {}),
             **({"weights": linears[0].factors[0].format} if linears[0].factors else {}),
             **({"x": "fp8"} if self.rounded else {}),
-            **({} if chain.inner is None else {"inner": chain.inner.name()}),
+            **({"inner": chain.inner.name} if isinstance(chain.inner, Activation) else {}),
+            **({"inner": chain.inner.kind} if isinstance(chain.inner, Norm) else {}),
             **({"tp": chain.tp} if chain.tp > 1 else {}),
         }
 

@@ -133,8 +133,8 @@ def fold_chain(editor: Editor, chain: Chain, stored: Sequence[Stored] = ()) -> d
     inner = gain = None
     if chain.inner is not None:
         inner, bias = bias, None
-        if chain.inner.gain is not None:
-            gain = one_dim(editor, chain.inner.gain, chain.u.n)
+        if chain.gain is not None:
+            gain = one_dim(editor, chain.gain, chain.u.n)
     elif bias is not None:
         matrix = plain_v if chain.v.layout == "col" else editor.permute(plain_v, (1, 0))
         bias = editor.call(aten.mv.default, matrix, bias)

@@ -410,21 +410,14 @@ def _tensordot(
         dims = (dims, dims_other)
     if isinstance(dims, int):
         dims = [range(-dims, 0), range(dims)]
-    lists = isinstance(dims, (tuple, list)) and len(dims) == 2
+    lists = all(ranks) and isinstance(dims, (tuple, list)) and len(dims) == 2
     if not lists or not all(isinstance(one, (tuple, list, range)) and len(one) for one in dims):
         return None
-    pairs = [(p % ranks[0], q % ranks[1]) for p, q in zip(*dims, strict=True)]
-    return _dot(source, other, *ranks, pairs)
-
-
-def _dot(a: Key, b: Key, rank_a: int, rank_b: int, pairs: list[tuple[int, int]]) -> Product:
-    """Return the product summed over pairs of dimensions."""
-    labels_a, labels_b = list(range(rank_a)), [100 + i for i in range(rank_b)]
-    for p, q in pairs:
-        labels_b[q] = p
-    contracted = {p for p, _ in pairs}
-    out = [x for x in (*labels_a, *labels_b) if x not in contracted]
-    return Product(a, b, tuple(labels_a), tuple(labels_b), tuple(out))
+    labels, others = [*range(ranks[0])], [100 + i for i in range(ranks[1])]
+    for p, q in zip(*dims, strict=True):
+        others[q] = labels[p]
+    out = tuple(x for x in (*labels, *others) if (x in labels) != (x in others))
+    return Product(source, other, tuple(labels), tuple(others), out)
 
 
 def _all(value: Any, wanted: int) -> bool:
@@ -459,12 +452,6 @@ def _convolution(
         dims: tuple[Dim, ...] = (*identity(length), *((),) * spatial)
         bias = c.viewed(call.node, "bias", bias, dims)
     return with_addend(c, call.node, _product(source, other, labels), bias)
-
-
-@_of_two
-def _inner(c: Canonical, call: Call, source: Key, other: Key) -> Result:
-    ranks = len(c.sizes(source)), len(c.sizes(other))
-    return _dot(source, other, *ranks, [(ranks[0] - 1, ranks[1] - 1)]) if all(ranks) else None
 
 
 @_of_one
@@ -705,11 +692,6 @@ def _divide(
     return Scale(source, 1.0 / float(other))
 
 
-@_of_kept
-def _negate(c: Canonical, call: Call, source: fx.Node) -> Result:
-    return Scale(source, -1.0)
-
-
 def _sum(c: Canonical, call: Call, source: Any = None, other: Any = None, alpha: Any = 1) -> Result:
     pair = _pair(c, call.node, source, other)
     if pair is None or not _number(alpha):
@@ -817,7 +799,7 @@ TABLE: dict[str, Handler] = {
     **dict.fromkeys(("dropout", "feature_dropout", "alpha_dropout", "dropout1d"), _dropout),
     "mul": _multiply,
     "div": _divide,
-    "neg": _negate,
+    "neg": lambda c, call, source=None: _divide(c, call, source, other=-1.0),
     "add": _sum,
     "sub": _sum,
     # an in-place sum reads as the sum; the rules decide whether it may be fused
@@ -835,7 +817,9 @@ TABLE: dict[str, Handler] = {
     "einsum": _einsum,
     **dict.fromkeys(("multi_dot", "chain_matmul"), _multi_dot),
     "tensordot": _tensordot,
-    "inner": _inner,
+    "inner": lambda c, call, source=None, other=None: _tensordot(
+        c, call, source, other, dims=([-1], [-1])
+    ),
     **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), _convolution),
     "sum": _sum_over,
     "where": _where,

@@ -26,7 +26,6 @@ from nmm_compiler.codegen.choose import refusal
 from nmm_compiler.kernels.base import KernelSpec
 from nmm_compiler.passes.chains.chain import (
     Chain,
-    features_over_base,
     is_whole_feature,
     over_base,
     path_nodes,
@@ -221,14 +220,12 @@ def _is_inner(c: Canonical, node: fx.Node) -> bool:
 
 def over_tokens(c: Canonical, h_dims: Dims, down: Chain) -> Dims | None:
     """Return the result's dimensions over the tokens that h lies over, None where h is mixed."""
-    features = views.compose((features_over_base(c, down.first),), h_dims)
-    if features is None or not is_whole_feature(features[0], down.u.k):
+    over_h = over_base(c, down.first, down.out_dims)
+    found = None if over_h is None else views.compose(over_h, h_dims)
+    if found is None or not is_whole_feature(found[0], down.u.k):
         return None
-    dims = over_base(c, down.first, down.out_dims)
-    dims = None if dims is None else views.compose(dims, h_dims)
-    if dims is None or any(atom.axis == views.BROADCAST for dim in dims for atom in dim):
-        return None
-    return dims
+    repeated = any(atom.axis == views.BROADCAST for dim in found[1:] for atom in dim)
+    return None if repeated else found[1:]
 
 
 def _spec(c: Canonical, call: Call) -> KernelSpec | Refusal:

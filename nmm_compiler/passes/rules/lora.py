@@ -121,16 +121,17 @@ def _read_sum(c: Canonical, key: Key, form: Add) -> Chain | Refusal | None:
     if not alike:
         why = "base and branch do not read the same x in the same way"
         return None if base is None else Refusal("other_x", why, base.out)
-    wide = too_wide(c, first.first, sum(one.r for one in branches), first.n, first.last.key)
-    if wide is not None:
-        return wide if base is not None else None
-    return dataclasses.replace(
+    found = dataclasses.replace(
         first,
         after=(*first.after, *(step for one in bases for step in one.after)),
         out=key,
         base=None if base is None else base.first,
         more=tuple(branches[1:]),
     )
+    wide = too_wide(c, found)
+    if wide is not None:
+        return wide if base is not None else None
+    return found
 
 
 def read_adapted(c: Canonical, key: Key) -> Chain | None:

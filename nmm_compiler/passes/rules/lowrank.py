@@ -89,7 +89,7 @@ class Adapter(KernelRule):
         self, graph: Canonical, chain: Chain, walk: Walk, node: fx.Node
     ) -> Match | Refusal | None:
         """Check a chain with what stands behind it, as far as a node."""
-        wide = too_wide(graph, chain.first, chain.u.n, chain.n, chain.last.key)
+        wide = too_wide(graph, chain)
         whole = ended(graph, chain, walk, node)
         if wide is not None or whole is None:
             return wide or part_of_one(chain.out)
