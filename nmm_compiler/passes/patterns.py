@@ -101,6 +101,12 @@ class Pattern:
 
     def __init__(self, parameters: Parameters, c: Canonical, result: fx.Node) -> None:
         self.parameters, self.c = parameters, c
+        # The parameter, power and sign that a number of the trace stands for.
+        self._said = {
+            sign * traced**power: (name, power, sign)
+            for name, traced in parameters.numbers.items()
+            for power, sign in ((1, 1), (1, -1), (-1, 1))
+        }
         holders = [n for n in c.graph.nodes if n.op == "placeholder"]
         self.names = dict(zip(holders, parameters.tensors, strict=True))
         self.root, dims = c.base(result)
@@ -124,23 +130,14 @@ class Pattern:
         another number than the pattern's."""
         values = dict(known)
         for mine, number in zip(own, theirs, strict=True):
-            more = self._number(mine, number, values)
-            if more is None:
+            name, power, sign = self._said.get(mine, ("", 1, 1))
+            if number == 0.0 and power == -1:
                 return None
-            values |= more
+            value = sign * number**power
+            wanted = values.setdefault(name, value) if name else mine
+            if wanted != value:
+                return None
         return values
-
-    def _number(
-        self, own: float, theirs: float, known: Mapping[str, float]
-    ) -> dict[str, float] | None:
-        for name, traced in self.parameters.numbers.items():
-            for power, sign in ((1, 1), (1, -1), (-1, 1)):
-                if own == sign * traced**power:
-                    if theirs == 0.0 and power == -1:
-                        return None
-                    value = sign * theirs**power
-                    return {name: value} if known.get(name, value) == value else None
-        return {} if own == theirs else None
 
 
 def read_pattern(
@@ -313,15 +310,24 @@ def call_arguments(node: fx.Node) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Found:
-    """A part of a pattern in a graph.
+    """A part of a pattern in a graph, or the whole.
 
-    values: for each base value of the pattern, the graph's base value and `seen`. nodes: those of
-    the graph that the pattern covers.
+    values: for each base value of the pattern, the graph's base value and `seen`; of a whole
+    pattern, for each parameter by its name. nodes: those of the graph that the pattern covers.
+    out_dims: of a whole pattern, the result's dims.
     """
 
-    values: Mapping[Key, tuple[Key, Dims]]
+    values: Mapping[Any, tuple[Key, Dims]]
     numbers: Mapping[str, float]
     nodes: frozenset[fx.Node]
+    out_dims: Dims = ()
+
+    def shapes(self) -> dict[str, list[Any]]:
+        """Return the shapes of the parameters, symbolic sizes as text."""
+        return {
+            name: [s if isinstance(s, int) else str(s) for s in views.shape_of(dims)]
+            for name, (_, dims) in self.values.items()
+        }
 
 
 Operand = tuple[Key, Key, Dims, Dims]
@@ -340,14 +346,14 @@ class Unifier:
         self.pattern, self.p, self.c, self.node = pattern, pattern.c, c, node
         self.nearest = Refusal("pattern", "", node)
 
-    def sites(self) -> Iterator[Site]:
+    def sites(self) -> Iterator[Found]:
         """Yield every way in which the pattern ends at the node."""
         pattern = self.pattern
         for seen in self._readings(self.c.sizes(self.node)):
             out_dims = tuple(seen[axis] for axis in pattern.axes if axis is not None)
             for found in self._value(pattern.root, self.node, seen, Found({}, {}, frozenset())):
-                tensors = {name: found.values[holder] for holder, name in pattern.names.items()}
-                yield Site(tensors, found.numbers, out_dims, found.nodes)
+                values = {name: found.values[holder] for holder, name in pattern.names.items()}
+                yield dataclasses.replace(found, values=values, out_dims=out_dims)
 
     def _readings(self, shape: tuple[Size, ...]) -> Iterator[Dims]:
         """Yield all readings of axes as those of the pattern's result.
@@ -442,35 +448,31 @@ class Unifier:
             if numbers is None:
                 self._differs(found, theirs, [*mine.numbers], [*one.numbers])
                 continue
-            pairs = list(zip(mine.operands, one.operands, strict=True))
-            placed = self._in_place if mine.in_place else self._by_element
-            operands, nodes = placed(pairs, own, theirs, seen), found.nodes | one.nodes
+            operands = self._read_operands(mine, one, own, theirs, seen)
             if operands is not None:
+                nodes = found.nodes | one.nodes
                 yield operands, dataclasses.replace(found, numbers=numbers, nodes=nodes)
 
-    def _by_element(
-        self, pairs: list[tuple[Key, Key]], own: Key, theirs: Key, seen: Dims
+    def _read_operands(
+        self, mine: Spelling, its: Spelling, own: Key, theirs: Key, seen: Dims
     ) -> list[Operand] | None:
-        """Return operands that are read element by element, or broadcast."""
-        operands: list[Operand] = []
-        for one, other in pairs:
-            mine = views.expand(self.p.base(one)[1], self.p.sizes(own))
-            over = views.expand(self.c.base(other)[1], self.c.sizes(theirs))
-            moved = None if over is None else views.compose(seen, over)
-            if mine is None or moved is None:
+        """Return operands that are read element by element or broadcast, or all of whose axes are
+        in their places."""
+        pairs = list(zip(mine.operands, its.operands, strict=True))
+        operands = [(a, b, self.p.base(a)[1], self.c.base(b)[1]) for a, b in pairs]
+        if mine.in_place:
+            both = (own, theirs), *pairs
+            alike = all(len(self.p.sizes(a)) == len(self.c.sizes(b)) for a, b in both)
+            return operands if alike and seen == self.c.whole(theirs) else None
+        moved: list[Operand] = []
+        for a, b, dims, over in operands:
+            wide = views.expand(dims, self.p.sizes(own))
+            its_wide = views.expand(over, self.c.sizes(theirs))
+            at = None if its_wide is None else views.compose(seen, its_wide)
+            if wide is None or at is None:
                 return None
-            operands.append((one, other, mine, moved))
-        return operands
-
-    def _in_place(
-        self, pairs: list[tuple[Key, Key]], own: Key, theirs: Key, seen: Dims
-    ) -> list[Operand] | None:
-        """Return operands whose axes all are in their places."""
-        both = (own, theirs), *pairs
-        alike = all(len(self.p.sizes(one)) == len(self.c.sizes(other)) for one, other in both)
-        if seen != self.c.whole(theirs) or not alike:
-            return None
-        return [(one, other, self.p.base(one)[1], self.c.base(other)[1]) for one, other in pairs]
+            moved.append((a, b, wide, at))
+        return moved
 
     def _products(self, own: Key, theirs: Key, seen: Dims, found: Found) -> Iterator[Way]:
         """Yield the ways in which the labels of two products agree."""
@@ -529,24 +531,6 @@ def _covers(atoms: Sequence[Atom], shape: tuple[Size, ...]) -> bool:
 Where = Callable[..., bool | str]
 
 
-@dataclass(frozen=True)
-class Site:
-    """A place of a pattern: parameters as base values and dims, numbers, the result's dims, and the
-    nodes that the pattern covers."""
-
-    tensors: Mapping[str, tuple[Key, Dims]]
-    numbers: Mapping[str, float]
-    out_dims: Dims
-    nodes: frozenset[fx.Node]
-
-    def shapes(self) -> dict[str, list[Any]]:
-        """Return the shapes of the parameters, symbolic sizes as text."""
-        return {
-            name: [s if isinstance(s, int) else str(s) for s in views.shape_of(dims)]
-            for name, (_, dims) in self.tensors.items()
-        }
-
-
 class PatternRule(Rule):
     """A rule of two functions; `rule` makes it."""
 
@@ -594,16 +578,16 @@ class PatternRule(Rule):
             nearest = max(nearest, unifier.nearest, key=lambda one: one.agreed)
         return refusal or nearest
 
-    def _refused(self, graph: Canonical, node: fx.Node, site: Site) -> Refusal | None:
+    def _refused(self, graph: Canonical, node: fx.Node, site: Found) -> Refusal | None:
         """Return why a place may not be replaced."""
         for name in self.constants:
-            key = site.tensors[name][0]
+            key = site.values[name][0]
             if not graph.is_constant(key):
                 return Refusal("weight", f"{name} is no stored weight", key)
-        why = unsafe(graph, site.nodes, node, [key for key, _ in site.tensors.values()])
+        why = unsafe(graph, site.nodes, node, [key for key, _ in site.values.values()])
         if why is not None or self.where is None:
             return why
-        tensors = {name: _value(graph, place) for name, place in site.tensors.items()}
+        tensors = {name: _value(graph, place) for name, place in site.values.items()}
         answer = self.where(**tensors, **site.numbers)
         if answer is True:
             return None
@@ -612,9 +596,9 @@ class PatternRule(Rule):
 
     def rewrite(self, graph: Canonical, match: Match, editor: Editor) -> fx.Node:
         """Emit the replacement's graph on the tensors of the site."""
-        site: Site = match.data
+        site: Found = match.data
         given: dict[str, fx.Node] = {}
-        for name, (key, dims) in site.tensors.items():
+        for name, (key, dims) in site.values.items():
             node = editor.node(key)
             given[name] = editor.arrange(node, views.identity(editor.shape(node)), dims)
         made = _inline(editor, self.replacement, given, site.numbers)
