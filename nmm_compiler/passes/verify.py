@@ -30,6 +30,7 @@ from nmm_compiler.passes.rules.base import Match
 _TRIALS = 2
 _MARGIN = 8.0
 _FP32_UNIT = 2.0**-24
+_OF_MODULES = ("call_module", "get_attr")
 
 
 def is_real(value: Any) -> bool:
@@ -52,9 +53,11 @@ def check(
     Inputs, parameters and buffers are as before when it returns, random numbers too. Raises
     VerificationError for a difference, ModelError for inputs without data.
     """
-    inputs = [_concrete(value) for value in _flat(before, args, kwargs)]
-    if not all(map(is_real, inputs)):
-        raise no_real_inputs(next(v for v in inputs if not is_real(v)))
+    bound = inspect.signature(before.forward).bind(*args, **kwargs)
+    inputs = [_concrete(value) for value in before.graph.process_inputs(*bound.args)]
+    for value in inputs:
+        if not is_real(value):
+            raise no_real_inputs(value)
     places = _places(matches, before.graph)
     names = {name: name for name in places}
     emitted = {new: old for match in matches for old, new in match.emitted}
@@ -175,12 +178,6 @@ def _concrete(value: Any) -> Any:
     return value
 
 
-def _flat(module: fx.GraphModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return a call's arguments, one per placeholder."""
-    bound = inspect.signature(module.forward).bind(*args, **kwargs)
-    return list(module.graph.process_inputs(*bound.args))
-
-
 def _places(matches: Sequence[Match], graph: fx.Graph) -> dict[str, tuple[int, int]]:
     """Return where matches end in the graph: operations and terms, by the name of the node.
 
@@ -190,20 +187,14 @@ def _places(matches: Sequence[Match], graph: fx.Graph) -> dict[str, tuple[int, i
     for match in matches:
         names = [old for old, _ in match.emitted] or [match.name]
         if match.graph:
-            names = [node.name for node in _callers(graph, match.graph.split(".")[0])]
+            outer = match.graph.split(".")[0]
+            held = (n for n in graph.nodes if n.op in _OF_MODULES and str(n.target) == outer)
+            runs = (one.users if one.op == "get_attr" else (one,) for one in held)
+            names = [node.name for node in itertools.chain.from_iterable(runs)]
         for name in names:
             steps, length = places.get(name, (0, 0))
             places[name] = (steps + len(match.nodes) + 1, length + match.length)
     return places
-
-
-def _callers(graph: fx.Graph, name: str) -> list[fx.Node]:
-    def runs(node: fx.Node) -> bool:
-        if node.op == "call_module":
-            return str(node.target) == name
-        return any(a.op == "get_attr" and str(a.target) == name for a in node.all_input_nodes)
-
-    return [node for node in graph.nodes if runs(node)]
 
 
 def _same_strides(a: torch.Tensor, b: torch.Tensor) -> bool:
