@@ -592,11 +592,18 @@ def copy_graph(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx
     Dynamo's class, which the copy keeps.
     """
     graph = fx.Graph(tracer_cls=getattr(module.graph, "_tracer_cls", None))
-    new: dict[Any, Any] = {}
+    new: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
-        new[node] = graph.node_copy(node, new.__getitem__)
+        copy: Any = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
+        # Set afterwards, since `create_node` searches all arguments for a reason to warn.
+        if node.args:
+            copy.args = fx.map_arg(node.args, new.__getitem__)
+        if node.kwargs:
+            copy.kwargs = fx.map_arg(node.kwargs, new.__getitem__)
         if hasattr(node, "_dynamo_source"):
-            new[node]._dynamo_source = node._dynamo_source
+            copy._dynamo_source = node._dynamo_source
+        copy.meta.update(node.meta)
+        new[node] = copy
     graph._codegen = module.graph._codegen
     # Setting a module's graph compiles its code, which the passes do once at their end. So the
     # module is made for a graph with only its tensors and modules, and then gets the copy.
