@@ -324,7 +324,7 @@ def _build_kernels(work: Compilation, rewritten: fx.GraphModule) -> None:
             counts.update(_specs(work, called))
             after, products = _backward(called)
             for call in after:
-                backward.update(_launched(work, call, _is_static(called)))
+                backward.update(_launched(work, call, isinstance(called[-1], int)))
             by_torch.update(products)
     counts.update(backward)
     target, device = work.options.target, _kernel_device(work)
@@ -366,11 +366,6 @@ def _backward(called: GraphCall) -> tuple[list[GraphCall], list[str]]:
         return [], [f"all of {name}"]
     calls, products = backward_calls(name, args, kwargs, lambda size: _size(size) or 1)
     return [(op, given, more, int(tokens(given[0], more))) for op, given, more in calls], products
-
-
-def _is_static(called: GraphCall) -> bool:
-    tensors = (t for t in tree_leaves(called[1]) if isinstance(t, Tensor))
-    return all(type(n) is int for t in tensors for n in t.shape)
 
 
 def _kernel_device(work: Compilation) -> torch.device | None:
