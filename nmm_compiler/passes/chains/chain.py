@@ -383,7 +383,7 @@ class Chain:
         return keys + ([self.addend[0]] if self.addend else [])
 
 
-def _once(read: Callable[..., _T]) -> Callable[..., _T]:
+def once(read: Callable[..., _T]) -> Callable[..., _T]:
     """Keep what a reader of a value returns, since several rules read the same one."""
 
     @functools.wraps(read)
@@ -397,7 +397,7 @@ def _once(read: Callable[..., _T]) -> Callable[..., _T]:
     return reader
 
 
-@_once
+@once
 def read_chain(c: Canonical, key: Key, form: Product, inputs: bool) -> Chain | Refusal | None:
     """Read the low-rank chain that ends at a product; None without a sign of one.
 
@@ -576,7 +576,7 @@ def _along_tokens(steps: Sequence[Step], dims: Dims, n: int) -> Step | None:
     return None
 
 
-@_once
+@once
 def read_with_function(
     c: Canonical, key: Key, form: Product, kind: type[Activation] | type[Norm] | type[DeviceSum]
 ) -> Chain | Refusal | None:
@@ -654,7 +654,7 @@ def _over_devices(c: Canonical, chain: Chain) -> Chain | None:
 EPILOGUES = ("relu", "silu", "gelu", "gelu_tanh")
 
 
-@_once
+@once
 def trace_end(c: Canonical, node: fx.Node) -> Trace:
     """Walk back from a node, over an activation that ends a kernel and the steps before it."""
     form = c.forms.get(node)
@@ -702,7 +702,7 @@ def _behind_walk(chain: Chain, walk: Walk, out: Key) -> Chain | None:
     )  # fmt: skip
 
 
-@_once
+@once
 def read_projection(c: Canonical, key: Key, inputs: bool = False) -> Chain | None:
     """Read a value as x times one or two weights, then affine steps; None when it is none.
 

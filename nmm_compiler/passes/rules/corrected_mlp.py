@@ -17,19 +17,15 @@ from torch import fx
 
 from nmm_compiler.errors import NmmError
 from nmm_compiler.passes.chains.chain import same_tokens
-from nmm_compiler.passes.chains.safety import Refusal, call_ways, covered, real_users, unsafe
+from nmm_compiler.passes.chains.safety import Refusal, call_ways, covered, unsafe
 from nmm_compiler.passes.emit.calls import Call, with_base
 from nmm_compiler.passes.graph.canonical import (
     Add,
     Canonical,
-    Cast,
-    Key,
     Product,
-    Scale,
-    owner_of,
 )
 from nmm_compiler.passes.rules.base import KernelRule, Match
-from nmm_compiler.passes.rules.gated_mlp import is_gate, mlps_at, over_tokens
+from nmm_compiler.passes.rules.gated_mlp import mlps_at, over_tokens
 from nmm_compiler.passes.rules.lora import read_adapted
 
 
@@ -41,8 +37,7 @@ class CorrectedMLP(KernelRule):
 
     def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
         """Propose linears that a product of two linears of one x feeds."""
-        if _reads_gates(graph, node):
-            yield from mlps_at(graph, node, read_adapted, lambda c, key: bool(read_adapted(c, key)))
+        yield from mlps_at(graph, node, read_adapted, lambda c, key: bool(read_adapted(c, key)))
 
     def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
         """Read the weights, which are stored alike, and check that one kernel pays."""
@@ -78,23 +73,3 @@ class CorrectedMLP(KernelRule):
         if isinstance(found, Match) and found.info["predicted"]["fused"] > separate:
             return Refusal("slower", "the calls apart are predicted to be faster", node)
         return found
-
-
-def _reads_gates(c: Canonical, key: Key, nested: bool = False) -> bool:
-    """Return whether a dense product that a value is, or is the sum of, reads a product of two
-    activations.
-
-    A look at forms, since a few values of a graph do, and reading the chains of all takes long.
-    nested: the value is a term; one that others read too is no sum of terms.
-    """
-    form = c.form(key)
-    if isinstance(form, Product):
-        return any(is_gate(c, c.base(side)[0]) for side in (form.lhs, form.rhs))
-    if isinstance(form, (Scale, Cast)):
-        return _reads_gates(c, form.value, True)
-    if not isinstance(form, Add) or isinstance(form.b, float):
-        return False
-    read_twice = nested and len(real_users(owner_of(c.base(key)[0]))) > 1
-    if read_twice and not c.is_weight(form.a) and not c.is_weight(form.b):
-        return False
-    return any(_reads_gates(c, part, True) for part in (form.a, form.b))

@@ -163,7 +163,7 @@ class ResidualInside(Rule):
         made = {match.data.final: match for match in given}
         taken = {node for match in matches for node in match.nodes}
         out: list[Match | Refusal] = list(matches)
-        for node in reversed(graph.graph.nodes):
+        for node in reversed(graph.graph.nodes) if made else ():
             form = graph.forms.get(node)
             sums = form.orders if isinstance(form, Add) and node not in taken else ()
             found = [

@@ -28,6 +28,7 @@ from nmm_compiler.passes.chains.chain import (
     Step,
     Walk,
     ended,
+    once,
     read_projection,
     same_tokens,
     trace_back,
@@ -104,6 +105,7 @@ class LoRA(Adapter):
         return match.data.emit(graph, editor)
 
 
+@once
 def _read_sum(c: Canonical, key: Key, form: Add) -> Chain | Refusal | None:
     """Read a sum as a base and branches of one x."""
     terms: list[Term] = []
