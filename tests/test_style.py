@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,6 +32,10 @@ def faults_of(file: str, text: str) -> Iterator[str]:
             given = {k.arg: ast.unparse(k.value) for k in node.keywords}
             if given.get("allow_pickle", "False") != "False":
                 yield f"{where}: np.load with pickle permitted"
+        elif isinstance(node, ast.Compare) and not file.startswith("targets/"):
+            for side in map(ast.unparse, (node.left, *node.comparators)):
+                if re.search(r"\.generation\b|\b(target|hardware)\.name\b", side):
+                    yield f"{where}: {side} is compared; make the difference a field of targets"
 
 
 def _handler_faults(node: ast.ExceptHandler, where: str, lines: list[str]) -> Iterator[str]:
@@ -70,6 +75,7 @@ DOC = '"""What it is."""\n'
             "without a reason",
         ),
         (DOC + "import numpy as np\nx = np.load('a', allow_pickle=True)\n", "pickle"),
+        (DOC + "x = 1 if target.name == 'trn2' else 2\n", "a field of targets"),
     ],
 )
 def test_the_rules_find(text, said):
