@@ -1,18 +1,22 @@
 """The errors of the timing model on published kernels: what was recorded holds today."""
 
 import dataclasses
+import itertools
 import json
 import sys
 from pathlib import Path
 
 import pytest
+from trace_builder import Scene
 
 from nmm_compiler import targets
 from nmm_compiler.simulator.isa import cycles
 from nmm_compiler.simulator.timing import costs, evidence, resources
+from nmm_compiler.simulator.timing.schedule import time_trace
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import laws  # noqa: E402
 import timing_hash  # noqa: E402
 import timing_points  # noqa: E402
 import timing_texts  # noqa: E402
@@ -38,23 +42,14 @@ def before():
     return timing_hash.constants_hash()
 
 
-def test_the_hash_notices_a_constant(monkeypatch, before):
-    monkeypatch.setattr(resources, "_WORTH_A_SWAP", 0.25)
-    other = timing_hash.constants_hash()
-    monkeypatch.undo()
-    slower = dataclasses.replace(targets.get("trn1"), semaphore_seconds=1e-6)
-    monkeypatch.setattr(targets, "get", lambda name: slower)
-    assert len({before, other, timing_hash.constants_hash()}) == 3
-
-
-PRICED = [op for op in costs.RULES if op not in timing_hash.NOT_PUBLISHED]
+SLOWER_TRN1 = dataclasses.replace(targets.get("trn1"), semaphore_seconds=1e-6)
 
 
 def slower(rule):
     return lambda *given: rule(*given) + 0.5
 
 
-@pytest.mark.parametrize("op", PRICED)
+@pytest.mark.parametrize("op", [op for op in costs.RULES if op not in timing_hash.NOT_PUBLISHED])
 def test_the_hash_notices_a_cost_rule(op, monkeypatch, before):
     monkeypatch.setitem(costs.RULES, op, slower(costs.RULES[op]))
     assert timing_hash.constants_hash() != before
@@ -63,6 +58,8 @@ def test_the_hash_notices_a_cost_rule(op, monkeypatch, before):
 @pytest.mark.parametrize(
     ("module", "name", "other"),
     [
+        (resources, "_WORTH_A_SWAP", 0.25),
+        (targets, "get", lambda name: SLOWER_TRN1),
         (costs, "one_pass", slower(costs.one_pass)),
         (costs, "_pipeline_cycles", slower(costs._pipeline_cycles)),
         (cycles, "_fast_mode", slower(cycles._fast_mode)),
@@ -73,7 +70,7 @@ def test_the_hash_notices_a_cost_rule(op, monkeypatch, before):
         (costs, "tensor_dtype", lambda instruction: "bfloat16"),
     ],
 )
-def test_the_hash_notices_how_transfers_and_products_are_priced(
+def test_the_hash_notices_a_constant_and_how_transfers_and_products_are_priced(
     module, name, other, monkeypatch, before
 ):
     monkeypatch.setattr(module, name, other)
@@ -133,18 +130,6 @@ def test_a_text_runs_as_it_is_published(tmp_path):
     assert found.kind == "vector"
 
 
-def test_a_text_that_has_changed_is_refused_by_name(tmp_path):
-    text, clone = clone_with(tmp_path, KERNEL.replace("nl.exp", "nl.log"))
-    with pytest.raises(SystemExit, match=f"exp, text of 12 us: digest {text.digest} expected"):
-        ran(text, clone)
-
-
-def test_a_row_that_a_run_does_not_bear_out_is_refused(tmp_path):
-    text, clone = clone_with(tmp_path, KERNEL)
-    with pytest.raises(SystemExit, match=r"exp, text of 12 us: .*nothing that leaves it out"):
-        ran(dataclasses.replace(text, counted=False), clone)
-
-
 TWELVE_BANKS = """
 @nki.jit
 def test(a):
@@ -159,11 +144,20 @@ def test(a):
 """
 
 
-def test_a_text_whose_products_do_not_fit_into_psum_spills(tmp_path):
-    text, clone = clone_with(tmp_path, TWELVE_BANKS)
-    text = dataclasses.replace(text, digest=timing_texts.digest(TWELVE_BANKS))
-    with pytest.raises(SystemExit, match="spills: live sums take 12 PSUM banks of 8"):
-        ran(text, clone)
+@pytest.mark.parametrize(
+    ("code", "changes", "said"),
+    [
+        (KERNEL.replace("nl.exp", "nl.log"), {}, f"digest {timing_texts.digest(KERNEL)} expected"),
+        (KERNEL, {"counted": False}, "nothing that leaves it out"),
+        (TWELVE_BANKS, {"digest": timing_texts.digest(TWELVE_BANKS)},
+         "spills: live sums take 12 PSUM banks of 8"),
+    ],
+    ids=["the text has changed", "a run does not bear out the row", "it spills"],
+)  # fmt: skip
+def test_a_text_that_is_not_what_its_row_says_is_refused_by_name(tmp_path, code, changes, said):
+    text, clone = clone_with(tmp_path, code)
+    with pytest.raises(SystemExit, match=f"exp, text of 12 us: .*{said}"):
+        ran(dataclasses.replace(text, **changes), clone)
 
 
 @pytest.mark.parametrize(
@@ -214,3 +208,40 @@ def test_all_recorded_predictions_are_current(point):
 )
 def test_the_class_of_a_kernel_is_what_works_longest(busy, kind):
     assert evidence.kernel_class(busy) == kind
+
+
+def of_every_law(dtype):
+    """Loads, products, copies, a scan of equal work and stores, in turns that leave stalls."""
+    turns = "".join(f"""
+        sbuf tile out other 128x512 {dtype}
+        psum bank 128x512
+        dma tile source dge_mode={mode}
+        dma tile[:,:8] source[:,:8]
+        tensor bank[:,:64] weight tile[:64,::8]
+        tensor bank[:,:64] weight tile[:64,::8]
+        vector out bank
+        scalar other out op=activation function=exp
+        vector out other op=reciprocal
+        vector out tile other op=tensor_tensor function=add
+        dma target out
+    """ for mode in ("none", "swdge", "swdge"))  # fmt: skip
+    return Scene(f"""
+        hbm source target 128x512 {dtype}
+        sbuf weight 64x128 {dtype}
+        vector weight op=memset
+        {turns}
+    """).trace
+
+
+def test_a_law_is_off_as_long_as_it_is_asked_and_most_change_a_kernel_that_has_them():
+    """benchmarks/laws.py switches each law of the timing model off alone, and on again."""
+    found = set()
+    for name, dtype in itertools.product(targets.names(), ("float32", "bfloat16")):
+        target, trace = targets.get(name), of_every_law(dtype)
+        before = time_trace(trace, target).end
+        for law in laws.LAWS:
+            with law.off(target) as without:
+                if time_trace(trace, without).end != before:
+                    found.add(law.name)
+            assert time_trace(trace, target).end == before, law.name
+    assert 2 * len(found) > len(laws.LAWS)
