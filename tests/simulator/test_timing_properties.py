@@ -12,48 +12,42 @@ from trace_builder import STEADY, TRN1, TRN2, Builder, Scene, touched, transfers
 
 from nmm_compiler import targets
 from nmm_compiler.simulator.timing.costs import ENGINES
-from nmm_compiler.simulator.timing.regions import WRITE, Storage, overlaps
+from nmm_compiler.simulator.timing.regions import WRITE, Storage, distinct_bytes, overlaps
 from nmm_compiler.simulator.timing.resources import Pool, Slots
 from nmm_compiler.simulator.timing.schedule import time_trace, wake_us
 from nmm_compiler.simulator.timing.timeline import Booking, stagger_us
+from nmm_compiler.simulator.trace import Access
 
 TARGETS = [targets.get(name) for name in targets.names()]
 TINY = 1e-9
 
 
+ROWS = st.sampled_from(["0:128", "0:32", "32:64", "64:128"])
+COLUMNS = st.sampled_from(["0:256", "0:128", "128:256", "0:256:2", "1:256:2"])
+
+
+def part(*names):
+    return st.builds("{}[{},{}]".format, st.sampled_from(names), ROWS, COLUMNS)
+
+
+HBM, SBUF, PSUM = part("h0", "h1"), part("s0", "s1", "s2"), part("p0", "p1")
+LINES = st.one_of(
+    st.builds("dma {} {}".format, SBUF, HBM),
+    st.builds("dma {} {}".format, HBM, SBUF),
+    st.builds("{} {} {}".format, st.sampled_from(["vector", "scalar"]), SBUF, SBUF | PSUM),
+    st.builds("gpsimd {} {}".format, SBUF, SBUF),
+    st.builds("tensor {} s0[:,:128] {}".format, PSUM, SBUF),
+    st.builds("sbuf fresh 128x256\ndma fresh h0\nvector {} fresh".format, SBUF),
+)
+TENSORS = "hbm h0 h1 128x256\npsum p0 p1 128x256\nsbuf s0 128x{}\nsbuf s1 128x{}\nsbuf s2 128x{}"
+
+
 @st.composite
 def programs(draw):
     """A random program over a few shared tensors, with loads, stores, products and copies."""
-    builder = Builder()
-    hbm = [builder.tensor("hbm", 128, 256) for _ in range(2)]
-    sbuf = [builder.tensor("sbuf", 128, draw(st.sampled_from([256, 20000]))) for _ in range(3)]
-    psum = [builder.tensor("psum", 128, 256) for _ in range(2)]
-
-    def part(tensor):
-        rows = draw(st.sampled_from([(0, 128), (0, 32), (32, 64), (64, 128)]))
-        columns = draw(
-            st.sampled_from([(0, 256, 1), (0, 128, 1), (128, 256, 1), (0, 256, 2), (1, 256, 2)])
-        )
-        return tensor[slice(*rows), slice(*columns)]
-
-    for _ in range(draw(st.integers(1, 25))):
-        kind = draw(st.sampled_from(["load", "store", "copy", "matmul", "fresh"]))
-        if kind == "load":
-            builder.dma(part(draw(st.sampled_from(sbuf))), part(draw(st.sampled_from(hbm))))
-        elif kind == "store":
-            builder.dma(part(draw(st.sampled_from(hbm))), part(draw(st.sampled_from(sbuf))))
-        elif kind == "copy":
-            engine = draw(st.sampled_from(["vector", "scalar", "gpsimd"]))
-            source = draw(st.sampled_from(sbuf if engine == "gpsimd" else sbuf + psum))
-            builder.copy(part(draw(st.sampled_from(sbuf))), part(source), engine=engine)
-        elif kind == "matmul":
-            out = part(draw(st.sampled_from(psum)))
-            builder.matmul(out, sbuf[0][:, :128], part(draw(st.sampled_from(sbuf))))
-        else:
-            tile = builder.tensor("sbuf", 128, 256)
-            builder.dma(tile.all, hbm[0].all)
-            builder.copy(part(draw(st.sampled_from(sbuf))), tile.all)
-    return builder.trace
+    widths = draw(st.tuples(*[st.sampled_from([256, 20000])] * 3))
+    lines = draw(st.lists(LINES, min_size=1, max_size=25))
+    return Scene("\n".join([TENSORS.format(*widths), *lines])).trace
 
 
 def meets(first, second):
@@ -158,47 +152,34 @@ def test_nothing_crosses_the_edge_of_a_turn(trace, target, data):
             assert timeline.start[index] >= ended - TINY
 
 
-@pytest.mark.parametrize("name", targets.names())
-def test_faster_parts_never_make_it_slower_and_more_work_never_faster(name):
-    target = targets.get(name)
-
-    def matmul(repeats, columns):
-        turn = f"""
-            sbuf weight 128x128 bfloat16
-            sbuf moving 128x{columns} bfloat16
-            psum out 128x{columns}
-            sbuf result 128x{columns}
-            dma weight source[:,:128]
-            dma moving source
-            tensor out weight moving
-            vector result out
-            dma sink result
-        """
-        ends = f"hbm source 128x{columns} bfloat16\nhbm sink 128x{columns}\n"
-        return time_trace(Scene(ends + turn * repeats).trace, target).latency_us
-
-    assert matmul(1, 128) < matmul(1, 512) < matmul(2, 512) < matmul(8, 512)
+def patterns(steps):
+    """Return regions: where they begin, and up to three dimensions of a step and a count."""
+    dims = st.lists(st.tuples(steps, st.integers(1, 5)), min_size=1, max_size=3)
+    return st.tuples(st.integers(0, 40), dims)
 
 
-regions = st.tuples(
-    st.integers(0, 40),
-    st.lists(st.tuples(st.integers(1, 24), st.integers(1, 5)), min_size=1, max_size=3),
-)
+regions, turned = patterns(st.integers(1, 24)), patterns(st.integers(-24, 24))
+
+
+def access(start, dims):
+    last = start + sum(abs(step) * (count - 1) for step, count in dims)
+    return Access(1, "hbm", 0, 1, start, last + 2, tuple(dims), "bfloat16", 2)
 
 
 @settings(max_examples=300, deadline=None)
 @given(regions, regions)
 def test_overlap_is_exact(first, second):
     """Against the sets of bytes, for patterns of up to three dimensions."""
-    from nmm_compiler.simulator.trace import Access
-
-    def access(start, dims):
-        pattern = tuple((step, count) for step, count in dims)
-        last = start + sum(step * (count - 1) for step, count in pattern)
-        return Access(1, "hbm", 0, 1, start, last + 2, pattern, "bfloat16", 2)
-
     a, b = access(*first), access(*second)
     assert overlaps(a, b) == meets(a, b)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(turned, min_size=1, max_size=9))
+def test_a_byte_that_is_touched_twice_counts_once(several):
+    """Rows that are read again and again, and backwards, too."""
+    accesses = [access(*one) for one in several]
+    assert distinct_bytes(accesses) == len(set().union(*map(touched, accesses)))
 
 
 @settings(max_examples=100, deadline=None)

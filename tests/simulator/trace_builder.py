@@ -70,9 +70,6 @@ class Builder:
             self.trace.allocations[access.storage].last_write = index
         return index
 
-    def dma(self, dst, src, **attributes):
-        return self.add("dma_copy", "dma", [dst], [src], **attributes)
-
     def matmul(self, dst, stationary, moving, **attributes):
         return self.add(
             "nc_matmul",
@@ -84,9 +81,6 @@ class Builder:
             n=moving.elements_per_partition,
             **attributes,
         )
-
-    def copy(self, dst, src, engine="vector"):
-        return self.add("tensor_copy", engine, [dst], [src])
 
 
 COMPARE = {"=": lambda a, b: a == pytest.approx(b), ">=": operator.ge, "<": operator.lt}
@@ -200,8 +194,13 @@ def load(rows, columns):
 
 def touched(access):
     """Return every byte of a region, of each of its partitions, one by one."""
+    return _bytes(access.byte_start, access.pattern, access.item_bytes)
+
+
+@functools.lru_cache(512)
+def _bytes(start, pattern, item):
     offsets = {0}
-    for step, count in access.pattern:
+    for step, count in pattern:
         offsets = {offset + step * i for offset in offsets for i in range(count)}
-    first = access.byte_start - min(offsets)
-    return {first + offset + byte for offset in offsets for byte in range(access.item_bytes)}
+    first = start - min(offsets)
+    return frozenset(first + offset + byte for offset in offsets for byte in range(item))
