@@ -14,10 +14,10 @@ def weight(*shape):
     )
 
 
-def fixed(*shape):
-    """Return numbers that take no gradient: scales, gains, gates."""
+def fixed(*shape, dtype="as float32"):
+    """Return numbers that take no gradient: scales, gains, gates; kept in float32 or as x is."""
     made = weight(*shape)
-    made.fixed = True
+    made.fixed = dtype
     return made
 
 
@@ -26,7 +26,7 @@ def of_dtype(operands, dtype):
 
     def cast(t):
         narrow = dtype in (torch.float16, torch.bfloat16)
-        to = torch.float32 if narrow and hasattr(t, "fixed") else dtype
+        to = torch.float32 if narrow and getattr(t, "fixed", "") == "as float32" else dtype
         return t.half().to(to) if t.dtype == torch.float64 else t
 
     return tree_map_only(torch.Tensor, cast, operands)
@@ -72,6 +72,7 @@ def calls(tokens=TOKENS):
     experts = (x, weight(2, 8, K), weight(2, K, 4), index, gates, weight(2, 8), weight(2, K))
     layouts = {"weight_layout": "col", "halves": "interleaved"}
     yield "experts", experts, {**layouts, **clamped}
+    yield from expert_calls(x, index, gates, clamped)
     stored = torch.full((N, 32), 0x21, dtype=torch.uint8), torch.full((N, 2), 127).byte()
     yield "corrected_matmul", (weight(tokens, 64), *stored), {}
     of_fp8 = fp8(weight(N, K)), fixed(N)
@@ -123,6 +124,19 @@ def corrected_calls(tokens):
     stored = {"u_layout": "col", "v_layout": "col", "out_layout": "col"}
     u, v = u.t().contiguous(), v.t().contiguous()
     yield "corrected_mlp", (x, ws, scales, [None, u, u], [None, v, v]), stored
+
+
+def expert_calls(x, index, gates, clamped):
+    """Yield calls of experts whose weights are factors, and fp8 alone and beside branches."""
+    stored = {"weight_layout": "col", "factor_layout": "col"}
+    v_up, v_down, u_up, u_down = weight(2, 8, R), weight(2, K, R), weight(2, R, K), weight(2, R, 4)
+    beside = None, None, None, None, u_up, None, u_down, None
+    yield "experts", (x, v_up, v_down, index, gates, *beside), {**stored, "format": "factors"}
+    of_fp8 = x, fp8(weight(2, 8, K)), fp8(weight(2, K, 4)), index, gates
+    scales = fixed(2, 8, dtype="as x"), fixed(2, K, dtype="as x")
+    stored = {**stored, "format": "fp8"}
+    yield "experts", (*of_fp8, weight(2, 8), None, *scales), {**stored, **clamped}
+    yield "experts", (*of_fp8, None, None, *scales, u_up, v_up, u_down, v_down), stored
 
 
 def scaled_calls(tokens):
