@@ -5,8 +5,6 @@ import math
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from scipy import special
 from simulator_kernels import run
 
@@ -53,18 +51,21 @@ BINARY = {
 
 
 @pytest.mark.parametrize("name", BINARY)
-@pytest.mark.parametrize("out_dtype", ["float32", "bfloat16"])
-def test_tensor_tensor_operators(name, out_dtype):
+def test_tensor_tensor_operators(name):
+    """In place too, in float32 rounded once."""
     a, b = values((64, 40)), values((64, 40), seed=1)
     a[:, ::3] = b[:, ::3]
     a[:, 1::7] = 0
     body = f"""
         x, y = load(a), load(b)
-        r = nl.ndarray(a.shape, nl.{out_dtype}, nl.sbuf)
+        r = nl.ndarray(a.shape, nl.bfloat16, nl.sbuf)
         nisa.tensor_tensor(dst=r, data1=x, data2=y, op=nl.{name})
-        return out(r)
+        nisa.tensor_tensor(dst=x, data1=x, data2=y, op=nl.{name})
+        return out(r), out(x)
     """
-    check(run(body, a, b).output, BINARY[name](wide(a), wide(b)).astype(np.float64))
+    narrow, exact = run(body, a, b).outputs
+    check(narrow, BINARY[name](wide(a), wide(b)).astype(np.float64))
+    assert np.array_equal(exact, BINARY[name](a, b))
 
 
 def test_tensor_tensor_power_and_magnitudes():
@@ -335,27 +336,3 @@ def test_tfloat32_keeps_ten_mantissa_bits():
     r, s = run(body, a).outputs
     assert r[0].tolist() == [1 + 2.0**-10, 1.0, 1 + 2.0**-9, np.inf]  # ties to even
     assert s[0, 0] == 1.0
-
-
-SIZES = st.sampled_from([1, 2, 3, 31, 32, 33, 64, 100, 128])
-WIDTHS = st.sampled_from([1, 2, 3, 8, 16, 31, 128, 512])
-STEPS = st.tuples(
-    st.sampled_from(["add", "subtract", "multiply", "maximum", "minimum"]),
-    st.floats(-4, 4, width=32), st.booleans(),
-)  # fmt: skip
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(SIZES, WIDTHS, st.lists(STEPS, min_size=1, max_size=8))
-def test_chains_of_float32_steps_in_place(rows, columns, steps):
-    lines = "x = load(a)\n"
-    wanted = value = values((rows, columns))
-    for name, number, tensor in steps:
-        function = getattr(np, name)
-        if tensor:
-            lines += f"nisa.tensor_tensor(dst=x, data1=x, data2=x, op=nl.{name})\n"
-            wanted = function(wanted, wanted)
-        else:
-            lines += f"nisa.tensor_scalar(dst=x, data=x, op0=nl.{name}, operand0={number!r})\n"
-            wanted = function(wanted, np.float32(number))
-    assert np.array_equal(run(lines + "return out(x)", value).output, wanted, equal_nan=True)

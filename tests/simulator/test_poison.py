@@ -174,7 +174,9 @@ STEPS = [
 ]
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize(
+    "seed", [*range(20), *(pytest.param(s, marks=pytest.mark.long) for s in range(20, 60))]
+)
 def test_what_is_not_marked_does_not_depend_on_it(seed, monkeypatch):
     """Whatever unwritten memory holds, the elements that are not marked come out the same."""
     r = random.Random(seed)
