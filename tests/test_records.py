@@ -52,7 +52,7 @@ plans = st.builds(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(plans)
 def test_json_there_and_back(plan):
     again = Plan.from_json(plan.to_json())
@@ -64,7 +64,7 @@ def test_json_there_and_back(plan):
     assert Plan.from_dict(plan.to_dict()) == plan
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(plans, plans)
 def test_digests_agree_exactly_when_records_do(a, b):
     assert (a.digest(64) == b.digest(64)) == (a.to_json() == b.to_json())
@@ -78,19 +78,6 @@ def test_the_order_of_a_dict_does_not_matter(plan):
     turned = dataclasses.replace(plan, costs=dict(reversed(plan.costs.items())))
     assert turned.to_json() == plan.to_json()
     assert turned.digest() == plan.digest()
-
-
-@settings(max_examples=50, deadline=None)
-@given(plans)
-def test_the_data_is_plain(plan):
-    def check(value):
-        assert type(value) in (dict, list, str, int, float, bool, type(None))
-        for inner in value.values() if isinstance(value, dict) else ():
-            check(inner)
-        for inner in value if isinstance(value, list) else ():
-            check(inner)
-
-    check(plan.to_dict())
 
 
 def test_digest_has_the_length_asked_for_and_a_fixed_meaning():

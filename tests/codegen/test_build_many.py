@@ -1,8 +1,7 @@
 """Kernels built in several processes are those that one process builds."""
 
-from concurrent.futures import Future
-
 import pytest
+from processes import Executor
 
 from nmm_compiler.codegen import build, workers
 from nmm_compiler.codegen.build_many import build_many, fill, fill_cache
@@ -49,18 +48,9 @@ def test_an_interrupt_says_what_is_done(tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt) as ended:
-        fill([(spec, "trn2") for spec in SPECS], options=options, executor=Here(),
+        fill([(spec, "trn2") for spec in SPECS], options=options, executor=Executor(),
              progress=after_one)  # fmt: skip
     assert ended.value.__notes__ == ["1 of 3 kernels done; the same call goes on there"]
     with pytest.raises(KeyboardInterrupt) as ended:
-        tune(SPECS[:2], options=options, executor=Here(), progress=after_one)
+        tune(SPECS[:2], options=options, executor=Executor(), progress=after_one)
     assert ended.value.__notes__ == ["1 of 2 kernels done; the same call goes on there"]
-
-
-class Here:
-    """An executor that does each task when it is submitted."""
-
-    def submit(self, function, text):
-        done = Future()
-        done.set_result(function(text))
-        return done
