@@ -2,10 +2,20 @@
 
 import numpy as np
 
+from nmm_compiler.cli.kernels import make_spec
 from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.codegen.check_against_float64 import compare, prove, random_arrays
 from nmm_compiler.codegen.choose import rank
 from nmm_compiler.targets import get
+
+
+def spec_of(line):
+    """Return the spec of a line, as `nmm kernel` takes it without dashes: "matmul m=8 k=16 n=32".
+
+    Of a field that is there twice the last value counts.
+    """
+    family, *fields = line.split()
+    return make_spec(family, [f"--{field}" for field in fields])
 
 
 def several(value):

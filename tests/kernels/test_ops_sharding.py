@@ -1,22 +1,22 @@
 """DTensor: each placement row of every op gives the full result without moving an operand first."""
 
-import pytest
 import torch
-import torch.distributed as dist
 from op_calls import TOKENS, K, N, R, calls, weight
-from processes import on_ranks
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from nmm_compiler.ops.registration import DEFINITIONS, OPS
 
 
-def problems(name, operands, keywords, mesh):
-    """Run a call at each of its rows; return what is not as the row says."""
+def problems(name, operands, keywords, mesh, wanted=None):
+    """Run a call at each of its rows; return what is not as the row says.
+
+    wanted: what one process computes; None for the call itself.
+    """
     from torch.distributed.tensor import Partial, Replicate, distribute_tensor
     from torch.distributed.tensor.debug import CommDebugMode
 
     op, found = OPS[name], []
-    want = tree_leaves(op(*operands, **keywords))
+    want = tree_leaves(op(*operands, **keywords) if wanted is None else wanted)
     rows = DEFINITIONS[name].sharding(*operands, **keywords)
     assert len({str(row) for row in rows}) == len(rows)
     for outs, ins in rows:
@@ -74,6 +74,7 @@ def cut_blocks(mesh):
 
 
 def every_row():
+    """Check all calls on two ranks: tests/kernels/test_over_ranks.py starts them."""
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (2,))
@@ -81,29 +82,20 @@ def every_row():
     assert failures + cut_blocks(mesh) == []
 
 
-@pytest.mark.skipif(not dist.is_available(), reason="torch.distributed is not built in")
-def test_every_placement_row_of_every_op_on_two_ranks():
-    on_ranks(2, every_row)
-
-
 def test_every_op_has_rules_and_a_call_here():
     assert all(op.sharding is not None for op in DEFINITIONS.values())
     assert {name for name, *_ in calls()} == set(DEFINITIONS)
 
 
-def rows(name, *operands, **keywords):
-    return [
-        (str(outs), str(ins)) for outs, ins in DEFINITIONS[name].sharding(*operands, **keywords)
-    ]
-
-
 def test_what_is_not_linear_is_never_summed_over_devices():
     x, u, v, w = weight(TOKENS, K), weight(K, R), weight(R, N), weight(K, N)
-    plain = rows("lowrank_matmul", x, u, v)
-    assert sum("Partial" in out for out, _ in plain) == 2
-    assert not any(
-        "Partial" in out for out, _ in rows("lowrank_matmul", x, u, v, activation="silu")
-    )
-    assert not any("Partial" in out for out, _ in rows("gated_mlp_up", x, [u, v], [w]))
+
+    def sums(name, *operands, **keywords):
+        rows = DEFINITIONS[name].sharding(*operands, **keywords)
+        return sum("Partial" in str(outs) for outs, _ in rows)
+
+    assert sums("lowrank_matmul", x, u, v) == 2
+    assert sums("lowrank_matmul", x, u, v, activation="silu") == 0
+    assert sums("gated_mlp_up", x, [u, v], [w]) == 0
     # A base has no rank to be cut along: its x w would be added once per device.
-    assert sum("Partial" in out for out, _ in rows("lowrank_matmul", x, u, v, None, w)) == 1
+    assert sums("lowrank_matmul", x, u, v, None, w) == 1
