@@ -56,22 +56,27 @@ def elsewhere(tmp_path, monkeypatch, name):
     directory = tmp_path / name
     directory.mkdir(mode=0o700)
     monkeypatch.setenv("NMM_CACHE_DIR", str(directory))
+    tuned.forget()
 
 
 def test_every_candidate_is_timed_once_and_asking_again_times_nothing(monkeypatch):
-    real, timed = choose.simulated, []
+    """The best is the least of all in the chooser's order."""
+    real, found = choose.simulated, {}
 
     def seen(spec, schedule, target):
-        timed.append(schedule)
-        return real(spec, schedule, target)
+        assert str(schedule) not in found
+        found[str(schedule)] = real(spec, schedule, target)
+        return found[str(schedule)]
 
     monkeypatch.setattr(tune, "simulated", seen)
     (first,) = tune.tune([SPEC], executor=Serial())
-    ranked = choose.rank(SPEC, machine_target("trn2"))
-    default = choose.choose(SPEC)[0]
-    assert first.simulated == first.candidates == len(ranked) > 10
-    assert sorted(map(str, timed)) == sorted(str(choice.schedule) for choice in ranked)
-    assert first.best_us <= first.default_us == default.simulated_us
+    every, budget = choose.rank(SPEC, machine_target("trn2")), Options().instruction_budget
+    assert first.simulated == first.candidates == len(every) > 10
+    timed = [choose.timed(choice, found.pop(str(choice.schedule))) for choice in every]
+    assert not found
+    least = min(choose.preference(choice, budget) for choice in timed)
+    assert choose.preference(best_of(SPEC), budget) == least
+    assert first.best_us <= first.default_us == choose.choose(SPEC)[0].simulated_us
     (again,) = tune.tune([SPEC], executor=Serial(most=0))  # asks for nothing at all
     assert dataclasses.replace(first, simulated=0) == again
 
@@ -90,18 +95,6 @@ def test_this_process_simulates_nothing(monkeypatch):
         monkeypatch.setattr(name, "simulated", None)
     (made,) = tune.tune([SPEC], executor=Executor(lambda *call: answers[0]))
     assert made.simulated == made.candidates
-
-
-def test_the_best_is_the_least_of_all_by_the_choosers_order():
-    tune.tune([SPEC], executor=Serial())
-    chip = machine_target("trn2")
-    budget = Options().instruction_budget
-    timed = [
-        choose.timed(choice, choose.simulated(SPEC, choice.schedule, chip))
-        for choice in choose.rank(SPEC, chip)
-    ]
-    least = min(choose.preference(choice, budget) for choice in timed)
-    assert choose.preference(best_of(SPEC), budget) == least
 
 
 @pytest.mark.long
@@ -124,19 +117,23 @@ def test_a_search_that_was_ended_goes_on():
     assert sorted(one.simulated > 0 for one in done) == [False, True]
 
 
-def slowest(spec):
-    """Put another schedule than the chosen one into the cache as tuned; return it."""
-    chip = machine_target("trn2")
-    last = choose.rank(spec, chip)[-1]
-    key = tuned.tuning_key(spec, chip)
-    Store.open().get_or_build(key, lambda: tuned.files_of([last], last))
+def put_tuning(spec, schedule, simulated_us=9.0):
+    """Put a tuning into the cache by hand: a schedule with some time; return the schedule."""
+    best = choose.Choice(schedule, 1.0, simulated_us=simulated_us, in_order_us=simulated_us)
+    key = tuned.tuning_key(spec, machine_target("trn2"))
+    Store.for_kernels().get_or_build(key, lambda: tuned.files_of([best], best), {"tuning": "test"})
     tuned.forget()
-    return last.schedule
+    return schedule
+
+
+def ranked(spec, place=-1):
+    """Return one of the legal schedules, the last of them is another than the chosen one."""
+    return choose.rank(spec, machine_target("trn2"))[place].schedule
 
 
 def test_build_kernel_takes_the_tuned_schedule_and_verify_holds():
     chosen = build.build_kernel(SPEC)
-    schedule = slowest(SPEC)
+    schedule = put_tuning(SPEC, ranked(SPEC))
     assert schedule != chosen.schedule
     kernel = build.build_kernel(SPEC)
     assert kernel.schedule == schedule
@@ -150,7 +147,7 @@ def test_build_kernel_takes_the_tuned_schedule_and_verify_holds():
 
 
 def test_a_tuning_of_other_code_or_another_machine_is_not_used(monkeypatch):
-    schedule = slowest(SPEC)
+    schedule = put_tuning(SPEC, ranked(SPEC))
     assert build.asked(SPEC).schedule == schedule
     real = tuned.code_fields()
     changed = {**real, "code": {**real["code"], "simulator": "0" * 16}}
@@ -165,11 +162,7 @@ def test_a_tuning_of_other_code_or_another_machine_is_not_used(monkeypatch):
 
 
 def test_a_tuning_that_is_not_legal_is_left_with_a_warning():
-    chip = machine_target("trn2")
-    last = choose.rank(SPEC, chip)[-1]
-    bad = dataclasses.replace(last, schedule=dataclasses.replace(last.schedule, m_block=7))
-    Store.open().get_or_build(tuned.tuning_key(SPEC, chip), lambda: tuned.files_of([bad], bad))
-    tuned.forget()
+    put_tuning(SPEC, dataclasses.replace(ranked(SPEC), m_block=7))
     with pytest.warns(UserWarning, match="is not used"):
         kernel = build.build_kernel(SPEC)
     assert kernel.schedule == choose.choose(SPEC)[0].schedule
@@ -179,14 +172,12 @@ def test_a_remote_tuning_is_asked_for_only_where_the_kernel_is_missing(tmp_path,
     remote = tmp_path / "remote"
     remote.mkdir()
     monkeypatch.setenv("NMM_REMOTE_CACHE", f"file://{remote}")
-    schedule = slowest(SPEC)
+    schedule = put_tuning(SPEC, ranked(SPEC))
     Store.open().push()
     elsewhere(tmp_path, monkeypatch, "fresh")
-    tuned.forget()
     assert build.asked(SPEC).schedule == schedule
     elsewhere(tmp_path, monkeypatch, "has-the-kernel")
     monkeypatch.delenv("NMM_REMOTE_CACHE")
-    tuned.forget()
     build.build_kernel(SPEC)
     monkeypatch.setenv("NMM_REMOTE_CACHE", f"file://{remote}")
     tuned.forget()
@@ -221,30 +212,20 @@ def test_build_tunes_before_it_builds(cache, tmp_path, nmm):
     assert "timed now" in nmm(*line).out
 
 
-def put_tuning(spec, schedule, simulated_us):
-    """Put a tuning into the cache by hand: a legal schedule with some time."""
-    chip = machine_target("trn2")
-    best = choose.Choice(schedule, 1.0, simulated_us=simulated_us, in_order_us=simulated_us)
-    key = tuned.tuning_key(spec, chip)
-    Store.for_kernels().get_or_build(key, lambda: tuned.files_of([best], best), {"tuning": "test"})
-    tuned.forget()
-
-
 def test_predictions_take_tuned_times_where_they_are_asked_to(cache):
     from nmm_compiler.prediction.prices import Machine, kernel_price  # as in the next test
 
     chip = machine_target("trn2")
-    second = choose.rank(SPEC, chip)[1].schedule
     before = {name: price(SPEC, "trn2") for name, price in PRICES.items()}
     assert before["tuned"] == before["simulated"]
-    put_tuning(SPEC, second, 1.25)
+    put_tuning(SPEC, ranked(SPEC, 1), 1.25)
     assert PRICES["simulated"](SPEC, "trn2") == before["simulated"]
     assert PRICES["tuned"](SPEC, "trn2") == 1.25
     for price, us in (("tuned", 1.25), ("simulated", before["simulated"])):
         assert kernel_price(SPEC, Machine(chip, lnc=1, price=price)).us == us
     # a long call is as many launches
     launch = dataclasses.replace(SPEC, m=LARGEST_BUCKET)
-    put_tuning(launch, choose.rank(launch, chip)[0].schedule, 7.5)
+    put_tuning(launch, ranked(launch, 0), 7.5)
     assert PRICES["tuned"](dataclasses.replace(SPEC, m=3 * LARGEST_BUCKET + 8), "trn2") == 23.75
 
 
@@ -252,16 +233,12 @@ def test_a_compiled_file_brings_its_tunings(cache, tmp_path, monkeypatch):
     """What `aot_compile` saves of a tuned kernel makes another cache build and find that kernel."""
     from nmm_compiler.backend import ahead_of_time  # takes two seconds: every process collects
 
-    chip, options = machine_target("trn2"), Options()
-    other = choose.rank(SPEC, chip)[1].schedule
-    put_tuning(SPEC, other, 1.25)
+    options, other = Options(), put_tuning(SPEC, ranked(SPEC, 1))
     kernel = build.build_kernel(SPEC)
     assert kernel.schedule == other
     saved = io.BytesIO()
     pack(saved, ahead_of_time._entries([kernel], options))
-    (tmp_path / "there").mkdir(mode=0o700)
-    monkeypatch.setenv("NMM_CACHE_DIR", str(tmp_path / "there"))
-    tuned.forget()
+    elsewhere(tmp_path, monkeypatch, "there")
     build._KERNELS.clear()
     monkeypatch.setattr(build, "choose", None)  # nothing can be chosen there
     ahead_of_time.take(saved.getvalue(), options)
