@@ -3,11 +3,9 @@
 import ast
 import dataclasses
 import textwrap
-from pathlib import Path
 
 import pytest
 
-from nmm_compiler import kernels
 from nmm_compiler.codegen.fold_constants import Folder
 from nmm_compiler.codegen.printed import printed
 from nmm_compiler.codegen.specialize import specialize
@@ -16,7 +14,6 @@ from nmm_compiler.errors import CodegenError
 from nmm_compiler.kernels.linear.layer import Weight
 from nmm_compiler.records import Record
 
-NKI_PIECES = Path(kernels.__file__).parent / "pieces"
 CLASSES = """
 class Part:
     src: object

@@ -21,16 +21,6 @@ REQUESTS = [(spec, "trn2") for spec in SPECS]
 TOO_WIDE = LowRankSpec(m=8, k=16, r=4, n=16, dtype="float8_e4m3", scales="channel")
 
 
-def sleep_long(text):
-    """A task that ends only when its process is killed."""
-    time.sleep(600)
-    return text
-
-
-def end_at_once(text):
-    os._exit(3)
-
-
 def raises(text):
     raise ValueError(f"no {text}")
 
