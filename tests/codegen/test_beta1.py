@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kernels.judge import prove_right
+from kernels.judge import prove_right, spec_of
 
 from nmm_compiler.cache.foreign import check_shape
 from nmm_compiler.codegen.beta1.translate import to_beta_1
@@ -20,14 +20,8 @@ from nmm_compiler.codegen.check_against_float64 import random_arrays
 from nmm_compiler.codegen.emitted_file import kernel_source
 from nmm_compiler.errors import CacheTrustError, CapacityError, CodegenError, SpecError
 from nmm_compiler.kernels import FAMILIES
-from nmm_compiler.kernels.attention import AttentionSpec
-from nmm_compiler.kernels.linear.corrected import CorrectedSpec
 from nmm_compiler.kernels.linear.specs import (
-    GatedMLPSpec,
-    GatedMLPUpSpec,
-    LowRankSharedSpec,
     LowRankSpec,
-    MatmulSpec,
 )
 from nmm_compiler.nki_api.lint import lint_source
 from nmm_compiler.options import Options
@@ -40,35 +34,27 @@ from specs import SPECS as RANDOM
 OFF = Options(cache="off")
 FP8 = "float8_e4m3"
 SPECS = {
-    "lowrank": LowRankSpec(m=40, k=200, r=130, n=300, bias=True, activation="gelu"),
-    "lowrank_shared": LowRankSharedSpec(
-        m=40, k=200, pairs=((64, (128,)), (130, (200, 130))), bias=(True, False, True),
-        activation=("identity", "silu", "gelu"), out_layout=("row", "col", "row"),
-    ),
-    "matmul": MatmulSpec(m=130, k=200, n=300, out_layout="col", bias=True, w_layout="col"),
-    "gated_mlp_up": GatedMLPUpSpec(m=40, k=200, n=300, gate_r=100, up_r=0, gate_bias=True),
-    "gated_mlp": GatedMLPSpec(m=40, k=130, n=200, gate_r=64, up_r=130, down_r=64, down_bias=True),
-    "attention": AttentionSpec(m=2, context=150, heads=4, kv_heads=2, d=48, window=90, soft_cap=2.0,
-                               rope="q"),
-}  # fmt: skip
+    "lowrank": "lowrank m=40 k=200 r=130 n=300 bias activation=gelu",
+    "lowrank_shared": "lowrank_shared m=40 k=200 pairs=64:128 pairs=130:200,130 "
+    "bias=true,false,true activation=identity,silu,gelu out_layout=row,col,row",
+    "matmul": "matmul m=130 k=200 n=300 out_layout=col bias w_layout=col",
+    "gated_mlp_up": "gated_mlp_up m=40 k=200 n=300 gate_r=100 up_r=0 gate_bias",
+    "gated_mlp": "gated_mlp m=40 k=130 n=200 gate_r=64 up_r=130 down_r=64 down_bias",
+    "attention": "attention m=2 context=150 heads=4 kv_heads=2 d=48 window=90 soft_cap=2.0 rope=q",
+}
 VARIANTS = {
-    "prefill": AttentionSpec(m=140, context=333, heads=2, kv_heads=1, d=64, window=100, rope="qk"),
-    "prefill capped": AttentionSpec(m=130, d=40, window=70, soft_cap=3.0, k_layout="col"),
-    "decode by columns": AttentionSpec(m=3, context=150, heads=4, kv_heads=2, k_layout="col"),
-    "packed decode": AttentionSpec(m=1, context=300, heads=6, kv_heads=3, d=32),
-    "lowrank norm": LowRankSpec(
-        m=20, k=300, r=64, n=200, norm="layer", norm_gain=True, norm_bias=True, residual=True
-    ),
-    "gated_mlp norm": GatedMLPSpec(
-        m=1, k=256, n=384, r=64, norm="rms", norm_gain=True, residual=True
-    ),
-    "lowrank_shared norm": LowRankSharedSpec(
-        m=30, k=300, pairs=((128, (256, 300)), (200, (300,))), norm="rms", norm_gain=True
-    ),
-    "lowrank fp8": LowRankSpec(m=16, k=512, r=256, n=200, dtype=FP8, bias=True),
-    "corrected fp8": CorrectedSpec(m=20, k=256, n=200, rank=16, weight="fp8"),
-    "matmul fp8": MatmulSpec(m=130, k=512, n=200, dtype=FP8, scales="channel"),
-    "lowrank base": LowRankSpec(m=1, k=256, r=129, n=256, base=True),
+    "prefill": "attention m=140 context=333 heads=2 kv_heads=1 d=64 window=100 rope=qk",
+    "prefill capped": "attention m=130 d=40 window=70 soft_cap=3.0 k_layout=col",
+    "decode by columns": "attention m=3 context=150 heads=4 kv_heads=2 k_layout=col",
+    "packed decode": "attention m=1 context=300 heads=6 kv_heads=3 d=32",
+    "lowrank norm": "lowrank m=20 k=300 r=64 n=200 norm=layer norm_gain norm_bias residual",
+    "gated_mlp norm": "gated_mlp m=1 k=256 n=384 r=64 norm=rms norm_gain residual",
+    "lowrank_shared norm": "lowrank_shared m=30 k=300 pairs=128:256,300 pairs=200:300 norm=rms "
+    "norm_gain",
+    "lowrank fp8": "lowrank m=16 k=512 r=256 n=200 dtype=float8_e4m3 bias",
+    "corrected fp8": "linear m=20 k=256 n=200 rank=16 weight=fp8",
+    "matmul fp8": "matmul m=130 k=512 n=200 dtype=float8_e4m3 scales=channel",
+    "lowrank base": "lowrank m=1 k=256 r=129 n=256 base",
 }
 QUICK = [(name, "trn1") for name in SPECS] + [
     ("lowrank", "trn2"),
@@ -100,7 +86,7 @@ def test_every_family_is_here():
 
 @pytest.mark.parametrize(("name", "target"), CASES)
 def test_a_family_is_right_and_says_the_same_in_forms_of_beta_1(name, target):
-    spec = {**SPECS, **VARIANTS}[name]
+    spec = spec_of({**SPECS, **VARIANTS}[name])
     kernel = build_kernel(spec, target, dialect="neuronxcc")
     current = build_kernel(spec, target, kernel.schedule, dialect="nki")
     prove_right(kernel, seed=1)
@@ -287,7 +273,7 @@ def test_what_has_no_form_is_refused_by_name(line, what):
 
 def test_beta_1_is_refused_where_it_does_not_compile():
     with pytest.raises(SpecError, match="NKI Beta 1 does not compile for trn3"):
-        build_kernel(SPECS["matmul"], "trn3", dialect="neuronxcc", options=OFF)
+        build_kernel(spec_of(SPECS["matmul"]), "trn3", dialect="neuronxcc", options=OFF)
 
 
 def test_the_dialect_is_in_the_key_the_name_and_the_metadata():
@@ -316,7 +302,7 @@ def test_the_dialect_is_in_the_key_the_name_and_the_metadata():
     ],
 )
 def test_a_foreign_file_of_beta_1_is_a_kernel_and_nothing_else(change, reason):
-    source = build_kernel(SPECS["lowrank"], "trn1", dialect="neuronxcc").source
+    source = build_kernel(spec_of(SPECS["lowrank"]), "trn1", dialect="neuronxcc").source
     assert change[0] in source
     with pytest.raises(CacheTrustError, match=reason):
         check_shape("kernel.py", source.replace(*change))
