@@ -30,71 +30,148 @@ def test_tensor_reduce(name, dtype):
         assert (error <= 20 * 2.0**-23 * total.reshape(result.shape) + 1e-30).all()
 
 
-def test_tensor_reduce_negates_and_runs_in_place():
-    a = values((8, 6))
-    body = """
+A, B, SQUARE = values((32, 20)), values((32, 20), seed=1), values((16, 16))
+WIDE, START = A.astype(np.float64), values((32, 1), seed=2)
+LOW, HIGH = np.full((32, 1), 3.0, np.float32), np.full((32, 1), 11.0, np.float32)
+INSIDE = (np.arange(20) >= 3) & (np.arange(20) < 11)
+RANGED = np.where(INSIDE, A, np.finfo(np.float32).min)
+CHOSEN = np.where(A > 0, np.float32(-5), A)
+PLACE = np.indices((16, 2, 8))
+TIES = np.tile(np.array([1, 2, 3, 4, 8, 8, 8, 8, 8, 8, 8], np.float32), (3, 1))
+FOUND = np.tile(np.array([3, 8, 8, 8, 8, 8, 8, 8], np.float32), (3, 1))
+
+
+def scanned(factors, summands, state):
+    """Return the states of state = factor * state + summand along a row."""
+    for factor, summand in zip(factors.T, summands.T, strict=True):
+        state = factor * state + summand
+        yield state
+
+
+CASES = {
+    "tensor_reduce negates and runs in place": (
+        """
         x = load(a)
         nisa.tensor_reduce(dst=x[:, 0:1], op=nl.maximum, data=x, axis=1, negate=True)
         return out(x[:, 0:1])
-    """
-    check(body, [a], -a.max(1, keepdims=True))
-
-
-def test_tensor_partition_reduce():
-    a = values((100, 7))
-    body = """
+        """, [A], [-A.max(1, keepdims=True)], 0,
+    ),
+    "tensor_partition_reduce": (
+        """
         x = load(a)
-        r = nl.ndarray((1, 7), nl.float32, nl.sbuf)
+        r = nl.ndarray((1, 20), nl.float32, nl.sbuf)
         nisa.tensor_partition_reduce(dst=r, op=nl.add, data=x)
         return out(r)
-    """
-    check(body, [a], a.astype(np.float64).sum(0, keepdims=True), within=1e-4)
-
-
-def test_tensor_scalar_reduce_continues_over_tiles():
-    a = values((32, 50))
-    body = """
+        """, [A], [WIDE.sum(0, keepdims=True)], 1e-4,
+    ),
+    "tensor_scalar_reduce continues over tiles": (
+        """
         x = load(a)
-        r = nl.ndarray((32, 50), nl.float32, nl.sbuf)
+        r = nl.ndarray((32, 20), nl.float32, nl.sbuf)
         first = nl.ndarray((32, 1), nl.float32, nl.sbuf)
         second = nl.ndarray((32, 1), nl.float32, nl.sbuf)
-        nisa.tensor_scalar_reduce(dst=r[:, 0:25], data=x[:, 0:25], op0=nl.multiply, operand0=2.0,
+        nisa.tensor_scalar_reduce(dst=r[:, 0:9], data=x[:, 0:9], op0=nl.multiply, operand0=2.0,
                                   reduce_op=nl.add, reduce_res=first)
-        nisa.tensor_scalar_reduce(dst=r[:, 25:50], data=x[:, 25:50], op0=nl.multiply,
+        nisa.tensor_scalar_reduce(dst=r[:, 9:20], data=x[:, 9:20], op0=nl.multiply,
                                   operand0=2.0, reduce_op=nl.add, reduce_res=second,
                                   reduce_cmd=nisa.reduce_cmd.reduce, reduce_res_negate=True)
         return out(r), out(first), out(second)
-    """
-    first, both = (2 * a[:, :n].astype(np.float64).sum(1, keepdims=True) for n in (25, 50))
-    check(body, [a], 2 * a, first, -both, within=(0, 1e-4, 1e-4))
-
-
-@pytest.mark.parametrize(
-    ("more", "first"), [("", 0.0), (", imm1=3.0, reduce_cmd=nisa.reduce_cmd.load_reduce", 3.0)]
-)
-def test_tensor_scalar_cumulative(more, first):
-    a = values((5, 12))
-    body = f"""
+        """, [A],
+        [2 * A, 2 * WIDE[:, :9].sum(1, keepdims=True), -2 * WIDE.sum(1, keepdims=True)],
+        [0, 1e-4, 1e-4],
+    ),
+    "tensor_scalar_cumulative from nothing and from a number": (
+        """
         x = load(a)
-        r = nl.ndarray((5, 12), nl.float32, nl.sbuf)
-        nisa.tensor_scalar_cumulative(dst=r, src=x, op0=nl.multiply, op1=nl.add, imm0=0.5{more})
-        return out(r)
-    """
-    check(body, [a], np.cumsum(a.astype(np.float64) * 0.5, axis=1) + first, within=1e-5)
-
-
-def test_tensor_tensor_scan():
-    a, b, c = np.abs(values((4, 9))), values((4, 9), seed=1), values((4, 1), seed=2)
-    body = """
+        r, s = nl.ndarray((32, 20), nl.float32, nl.sbuf), nl.ndarray((32, 20), nl.float32, nl.sbuf)
+        nisa.tensor_scalar_cumulative(dst=r, src=x, op0=nl.multiply, op1=nl.add, imm0=0.5)
+        nisa.tensor_scalar_cumulative(dst=s, src=x, op0=nl.multiply, op1=nl.add, imm0=0.5,
+                                      imm1=3.0, reduce_cmd=nisa.reduce_cmd.load_reduce)
+        return out(r), out(s)
+        """, [A], [np.cumsum(WIDE / 2, axis=1), np.cumsum(WIDE / 2, axis=1) + 3], 1e-5,
+    ),
+    "tensor_tensor_scan": (
+        """
         x, y, s = load(a), load(b), load(c)
-        r = nl.ndarray((4, 9), nl.float32, nl.sbuf)
+        r = nl.ndarray((32, 20), nl.float32, nl.sbuf)
         nisa.tensor_tensor_scan(dst=r, data0=x, data1=y, initial=s, op0=nl.multiply, op1=nl.add)
         return out(r)
-    """
-    states = [c[:, 0].astype(np.float64)]
-    for factor, summand in zip(a.T, b.T, strict=True):
-        states.append(factor * states[-1] + summand)
-    check(body, [a, b, c], np.stack(states[1:], axis=1), within=1e-4)
+        """, [np.tanh(A), B, START], [np.stack([*scanned(np.tanh(A), B, START[:, 0])], axis=1)],
+        1e-4,
+    ),
+    "max8, find and replace with ties": (
+        """
+        x, v = load(a), load(b)
+        top = nl.ndarray((3, 8), nl.float32, nl.sbuf)
+        found = nl.ndarray((3, 8), nl.uint32, nl.sbuf)
+        back = nl.ndarray((3, 8), nl.uint32, nl.sbuf)
+        gone = nl.ndarray((3, 11), nl.float32, nl.sbuf)
+        none = nl.ndarray((3, 8), nl.uint32, nl.sbuf)
+        nisa.max8(dst=top, src=x)
+        nisa.nc_find_index8(dst=found, data=x, vals=v)
+        nisa.nc_match_replace8(dst=gone, data=x, vals=v, imm=-1.0, dst_idx=back)
+        nisa.nc_find_index8(dst=none, data=gone, vals=v)
+        return out(top), out(found), out(gone), out(back), out(none)
+        """, [TIES, FOUND], [np.tile(row, (3, 1)) for row in (
+            [8, 8, 8, 8, 8, 8, 8, 4],
+            [2, 4, 5, 6, 7, 8, 9, 10],
+            [1, 2, -1, 4, -1, -1, -1, -1, -1, -1, -1],
+            [2, 10, 9, 8, 7, 6, 5, 4],  # the documented tie-break
+            [0xFFFFFFFF] * 8,
+        )], 0,
+    ),
+    "iota and affine_select make a causal mask": (
+        """
+        x = load(a)
+        index = nl.ndarray((16, 2, 8), nl.int32, nl.sbuf)
+        nisa.iota(dst=index, pattern=[[100, 2], [1, 8]], offset=5, channel_multiplier=1000)
+        r = nl.ndarray((16, 16), nl.float32, nl.sbuf)
+        nisa.affine_select(dst=r, pattern=[[-1, 16]], channel_multiplier=1, on_true_tile=x,
+                           on_false_value=-9.0, cmp_op=nl.greater_equal)
+        return out(index), out(r)
+        """, [SQUARE],
+        [5 + 1000 * PLACE[0] + 100 * PLACE[1] + PLACE[2],
+         np.where(np.tri(16, dtype=bool), SQUARE, -9.0)], 0,
+    ),
+    "range_select and select_reduce": (
+        """
+        x, low, high = load(a), load(b), load(c)
+        r = nl.ndarray((32, 20), nl.float32, nl.sbuf)
+        top = nl.ndarray((32, 1), nl.float32, nl.sbuf)
+        nisa.range_select(dst=r, on_true_tile=x, comp_op0=nl.greater_equal, comp_op1=nl.less,
+                          bound0=low, bound1=high, reduce_res=top)
+        mask = nl.ndarray((32, 20), nl.uint8, nl.sbuf)
+        nisa.tensor_scalar(dst=mask, data=x, op0=nl.greater, operand0=0.0)
+        s = nl.ndarray((32, 20), nl.float32, nl.sbuf)
+        best = nl.ndarray((32, 1), nl.float32, nl.sbuf)
+        nisa.select_reduce(dst=s, predicate=mask, on_true=x, on_false=-5.0, reduce_res=best,
+                           reduce_cmd=nisa.reduce_cmd.reset_reduce, reverse_pred=True)
+        return out(r), out(top), out(s), out(best)
+        """, [A, LOW, HIGH],
+        [RANGED, RANGED.max(1, keepdims=True), CHOSEN, CHOSEN.max(1, keepdims=True)], 0,
+    ),
+    "select_reduce without a reduction reads no accumulator": (
+        """
+        x, p = load(a), load(b)
+        r = nl.ndarray((32, 20), nl.float32, nl.sbuf)
+        nisa.select_reduce(dst=r, predicate=p, on_true=x, on_false=-2.0)
+        return out(r)
+        """, [A, (B > 0).astype(np.uint8)], [np.where(B > 0, A, np.float32(-2))], 0,
+    ),
+    "nc_stream_shuffle": (  # the first partition stays
+        """
+        x, y = load(a), load(b)
+        nisa.nc_stream_shuffle(dst=y, src=x, shuffle_mask=[255] + [31 - i for i in range(1, 32)])
+        return out(y)
+        """, [A, B], [np.concatenate([B[:1], A[30::-1]])], 0,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_instruction_computes_what_numpy_does(case):
+    body, given, wanted, within = CASES[case]
+    check(body, given, *wanted, within=within)
 
 
 @pytest.mark.parametrize("width", [1, 2, 7, 512])
@@ -114,71 +191,6 @@ def test_bn_stats_and_aggr(width):
     assert np.abs(r[:, 0] - x.mean(1)).max() < 1e-6
     assert np.abs(r[:, 1] - x.var(1)).max() < 1e-5
     assert np.array_equal(s[:, 0, 0], np.full(64, (width + 1) // 2))
-
-
-def test_max8_find_and_replace_with_ties():
-    a = np.tile(np.array([1, 2, 3, 4, 8, 8, 8, 8, 8, 8, 8], np.float32), (3, 1))
-    b = np.tile(np.array([3, 8, 8, 8, 8, 8, 8, 8], np.float32), (3, 1))
-    body = """
-        x, v = load(a), load(b)
-        top = nl.ndarray((3, 8), nl.float32, nl.sbuf)
-        found = nl.ndarray((3, 8), nl.uint32, nl.sbuf)
-        back = nl.ndarray((3, 8), nl.uint32, nl.sbuf)
-        gone = nl.ndarray((3, 11), nl.float32, nl.sbuf)
-        none = nl.ndarray((3, 8), nl.uint32, nl.sbuf)
-        nisa.max8(dst=top, src=x)
-        nisa.nc_find_index8(dst=found, data=x, vals=v)
-        nisa.nc_match_replace8(dst=gone, data=x, vals=v, imm=-1.0, dst_idx=back)
-        nisa.nc_find_index8(dst=none, data=gone, vals=v)
-        return out(top), out(found), out(gone), out(back), out(none)
-    """
-    wanted = (
-        [8, 8, 8, 8, 8, 8, 8, 4],
-        [2, 4, 5, 6, 7, 8, 9, 10],
-        [1, 2, -1, 4, -1, -1, -1, -1, -1, -1, -1],
-        [2, 10, 9, 8, 7, 6, 5, 4],  # the documented tie-break
-        [0xFFFFFFFF] * 8,
-    )
-    check(body, [a, b], *(np.tile(row, (3, 1)) for row in wanted))
-
-
-def test_iota_and_affine_select_make_a_causal_mask():
-    a = values((16, 16))
-    body = """
-        x = load(a)
-        index = nl.ndarray((16, 2, 8), nl.int32, nl.sbuf)
-        nisa.iota(dst=index, pattern=[[100, 2], [1, 8]], offset=5, channel_multiplier=1000)
-        r = nl.ndarray((16, 16), nl.float32, nl.sbuf)
-        nisa.affine_select(dst=r, pattern=[[-1, 16]], channel_multiplier=1, on_true_tile=x,
-                           on_false_value=-9.0, cmp_op=nl.greater_equal)
-        return out(index), out(r)
-    """
-    p, i, j = np.indices((16, 2, 8))
-    masked = np.where(np.tri(16, dtype=bool), a, -9.0)
-    check(body, [a], 5 + 1000 * p + 100 * i + j, masked)
-
-
-def test_range_select_and_select_reduce():
-    a, b, c = values((8, 20)), np.full((8, 1), 3.0, np.float32), np.full((8, 1), 11.0, np.float32)
-    body = """
-        x, low, high = load(a), load(b), load(c)
-        r = nl.ndarray((8, 20), nl.float32, nl.sbuf)
-        top = nl.ndarray((8, 1), nl.float32, nl.sbuf)
-        nisa.range_select(dst=r, on_true_tile=x, comp_op0=nl.greater_equal, comp_op1=nl.less,
-                          bound0=low, bound1=high, reduce_res=top)
-        mask = nl.ndarray((8, 20), nl.uint8, nl.sbuf)
-        nisa.tensor_scalar(dst=mask, data=x, op0=nl.greater, operand0=0.0)
-        s = nl.ndarray((8, 20), nl.float32, nl.sbuf)
-        best = nl.ndarray((8, 1), nl.float32, nl.sbuf)
-        nisa.select_reduce(dst=s, predicate=mask, on_true=x, on_false=-5.0, reduce_res=best,
-                           reduce_cmd=nisa.reduce_cmd.reset_reduce, reverse_pred=True)
-        return out(r), out(top), out(s), out(best)
-    """
-    inside = (np.arange(20) >= 3) & (np.arange(20) < 11)
-    ranged = np.where(inside, a, np.finfo(np.float32).min)
-    chosen = np.where(a > 0, np.float32(-5), a)
-    top, best = (array.max(1, keepdims=True) for array in (ranged, chosen))
-    check(body, [a, b, c], ranged, top, chosen, best)
 
 
 def test_gathers():
@@ -202,18 +214,6 @@ def test_gathers():
         assert np.array_equal(s[rows], a[rows][:, places])
     with pytest.raises(OutOfBoundsError, match="index 99"):
         run(body, a, np.full((32, 9), 99, np.uint32), c)
-
-
-def test_stream_shuffle():
-    a, b = values((64, 3)), values((64, 3), seed=1)
-    body = """
-        x, y = load(a), load(b)
-        nisa.nc_stream_shuffle(dst=y, src=x, shuffle_mask=[255] + [31 - i for i in range(1, 32)])
-        return out(y)
-    """
-    turned = a.reshape(2, 32, 3)[:, ::-1]  # each quadrant, but for its first partition
-    wanted = np.concatenate([b.reshape(2, 32, 3)[:, :1], turned[:, 1:]], axis=1)
-    check(body, [a, b], wanted.reshape(64, 3))
 
 
 def test_nonzero_with_count_topk_and_sequence_bounds():
@@ -273,14 +273,3 @@ def test_reading_accumulators_that_nothing_set_is_refused():
     with pytest.raises(SimulationError, match="reset_reduce"):
         run(body, a)
     assert np.isnan(run(body, a, strict=False).output).all()
-
-
-def test_select_reduce_without_a_reduction_reads_no_accumulator():
-    a, b = values((32, 16)), (values((32, 16), seed=3) > 0).astype(np.uint8)
-    body = """
-        x, p = load(a), load(b)
-        r = nl.ndarray((32, 16), nl.float32, nl.sbuf)
-        nisa.select_reduce(dst=r, predicate=p, on_true=x, on_false=-2.0)
-        return out(r)
-    """
-    check(body, [a, b], np.where(b != 0, a, np.float32(-2)))
