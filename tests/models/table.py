@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from configurations import KINDS
-from small_models import Kind
+from configurations import MODELS
 
 HEAD = "| model | low-rank layers | fused | kernel calls | graphs | note |\n| --- | --- | --- | --- | --- | --- |"  # noqa: E501
 
-
-def table(kind: Kind) -> str:
-    """Return one kind's models as a Markdown table."""
-    lines = [HEAD]
-    for row in kind.rows:
-        n = row.expected
-        fused = (
-            str(n["chains"]) if n["chains"] == n["layers"] else f"{n['chains']} of {n['uses']} uses"
-        )
-        cells = (row.model_type, n["layers"], fused, n["calls"], n["graphs"], row.note)
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines)
-
-
 if __name__ == "__main__":
-    print("\n\n".join(f"### {kind.name}\n\n{table(kind)}" for kind in KINDS))
+    kind = ""
+    for row in MODELS.values():
+        n = row.expected
+        if row.kind != kind:
+            print("\n" * bool(kind) + f"### {row.kind}\n\n{HEAD}")
+            kind = row.kind
+        all_fused = n["chains"] == n["layers"]
+        fused = n["chains"] if all_fused else f"{n['chains']} of {n['uses']} uses"
+        cells = (row.model_type, n["layers"], fused, n["calls"], n["graphs"], row.note)
+        print(f"| {' | '.join(map(str, cells))} |")

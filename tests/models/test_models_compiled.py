@@ -2,13 +2,13 @@
 
 import dataclasses
 import warnings
-from collections.abc import Iterator, Mapping
 
 import pytest
 import torch
-from configurations import KINDS, MODELS
-from small_models import RANK, make
+from configurations import MODELS, RANK, make
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils import _pytree as pytree
 
 from nmm_compiler import backend
 from nmm_compiler.lowrank_models.apply import compress
@@ -19,31 +19,23 @@ QUICK = ("llama", "deepseek_v3", "qwen3_next", "t5", "bert", "vit")
 OPTIONS = {"inner": "eager", "kernels": "lazy", "verify": True}
 
 
-def tensors(output: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a model's output, in order."""
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, (Mapping, tuple, list)):
-        for value in output.values() if isinstance(output, Mapping) else output:
-            yield from tensors(value)
-
-
 def run(model, inputs):
+    """Return the tensors of a model's output, in order."""
     torch.manual_seed(1)  # some models draw a mask
-    return list(tensors(model(**inputs)))
+    leaves = pytree.tree_leaves(model(**inputs))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def run_and_count_uses(model, inputs):
     """Return the outputs, and how often a low-rank layer was called."""
     called = []
-    hooks = [
-        layer.register_forward_hook(lambda *_, name=name: called.append(name))
-        for name, layer in lowrank_layers(model).items()
-    ]
-    outputs = run(model, inputs)
-    for hook in hooks:
-        hook.remove()
-    return outputs, len(called)
+
+    def count(module, *_):
+        if isinstance(module, LowRankLinear):
+            called.append(module)
+
+    with register_module_forward_hook(count):
+        return run(model, inputs), len(called)
 
 
 def tolerance(model: nn.Module) -> float:
@@ -56,9 +48,14 @@ def tolerance(model: nn.Module) -> float:
     return 4 * torch.finfo(torch.float32).eps * sum(length**0.5 for length in lengths)
 
 
-def check(name: str) -> None:
-    kind, row = MODELS[name]
-    model, inputs = make(kind, row)
+SLOW = [pytest.param(name, marks=pytest.mark.long) for name in MODELS if name not in QUICK]
+
+
+@pytest.mark.parametrize("name", [*QUICK, *SLOW])
+def test_model(name):
+    pytest.importorskip("transformers")
+    row = MODELS[name]
+    model, inputs = make(row)
     compress(model, rank=RANK)
     compiled = torch.compile(model, backend="nmm", options=OPTIONS)
     with torch.no_grad(), warnings.catch_warnings():
@@ -86,19 +83,9 @@ def check(name: str) -> None:
             assert torch.equal(a, b)
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.long) for name in MODELS if name not in QUICK]
-
-
-@pytest.mark.parametrize("name", [*QUICK, *SLOW])
-def test_model(name):
-    pytest.importorskip("transformers")
-    check(name)
-
-
 def test_the_table_is_large_and_says_why_a_layer_is_not_in_a_call():
-    rows = [row for kind in KINDS for row in kind.rows]
-    assert len(rows) == len(MODELS) >= 90
-    for row in rows:
+    assert len(MODELS) >= 90
+    for row in MODELS.values():
         counts = row.expected
         if len({counts["layers"], counts["uses"], counts["chains"]}) > 1:
             assert row.note, row.model_type
@@ -123,10 +110,10 @@ UNCOMPRESSED = (
 def test_uncompressed_models_have_no_refusals(name, tokens):
     """Dense layers, rotary embeddings and attention are no chains that something hinders."""
     pytest.importorskip("transformers")
-    kind, row = MODELS[name]
+    row = MODELS[name]
     if name == "deepseek_v3":  # latents that save products
         row = dataclasses.replace(row, config=row.config | {"kv_lora_rank": 6, "q_lora_rank": 6})
-    model, inputs = make(kind, row)
+    model, inputs = make(row)
     if tokens is not None:
         inputs = {"input_ids": inputs["input_ids"][:1, :tokens]}
     found = explain(model, inputs)
@@ -143,7 +130,7 @@ def test_uncompressed_models_have_no_refusals(name, tokens):
 def test_two_norms_and_two_residuals_of_each_layer(name):
     """The norm behind the layers stays; so do the norms of q and k of Qwen 3."""
     pytest.importorskip("transformers")
-    model, inputs = make(*MODELS[name])
+    model, inputs = make(MODELS[name])
     compress(model, rank=8, align=8)
     options = {"rules": ["+norms"], "strict": True, "inner": "eager"}
     with torch.no_grad():
@@ -166,7 +153,7 @@ ROUND_TRIPS = (
 @pytest.mark.parametrize("name", ROUND_TRIPS)
 def test_every_linear_is_factorized_or_named_and_round_trips(name, tmp_path):
     transformers = pytest.importorskip("transformers")
-    model, inputs = make(*MODELS[name])
+    model, inputs = make(MODELS[name])
     linears = {n for n, m in model.named_modules() if isinstance(m, nn.Linear)}
     report = compress(model, 0.2, calibration=[inputs], align=4)
     assert linears <= {one.name for one in (*report.layers, *report.skipped)}
@@ -183,7 +170,7 @@ def test_every_linear_is_factorized_or_named_and_round_trips(name, tmp_path):
 @pytest.mark.long
 def test_a_layer_of_mamba_whose_weight_is_read_is_left_alone():
     pytest.importorskip("transformers")
-    model, inputs = make(*MODELS["mamba"])
+    model, inputs = make(MODELS["mamba"])
     report = compress(model, 0.2, calibration=[inputs], align=4)
     read = [skip.name for skip in report.skipped if "reads its weight" in skip.reason]
     assert read
