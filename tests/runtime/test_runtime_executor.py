@@ -40,7 +40,7 @@ def empty_tables():
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Return the kernels that the simulator runs, in order."""
+    """Return the specs that the simulator runs, in order."""
     return noted_launches(monkeypatch)
 
 
@@ -53,18 +53,15 @@ def check(name, args, kw, m, launched, launches=1):
     """Compare with float64 within the bound that each launch's spec derives."""
     got = getattr(NMM, name)(*args, **kw, executor="simulator")
     assert len(launched) == launches, "the kernel did not run"
-    lowered = lower(name, args, kw, m)
-    outs = got if isinstance(got, list) else [got]
-    (launch,) = lowered.launches
+    (launch,) = lower(name, args, kw, m).launches
     operands = [
         t.numpy() if t.dtype == torch.int32 else t.double().numpy() for t in launch.operands
     ]
-    plain = getattr(NMM, name)(*args, **kw)
-    wanted, bounds = launch.spec.reference(*operands), launch.spec.error_bound(*operands)
-    if not isinstance(wanted, tuple):
-        wanted, bounds = (wanted,), (bounds,)
-    alike = plain if isinstance(plain, list) else [plain]
-    for y, of_pytorch, want, bound in zip(outs, alike, wanted, bounds, strict=True):
+    each = [
+        getattr(NMM, name)(*args, **kw), launch.spec.reference(*operands),
+        launch.spec.error_bound(*operands),
+    ]  # fmt: skip
+    for y, of_pytorch, want, bound in zip(*map(tree_leaves, (got, *each)), strict=True):
         assert (y.shape, y.dtype) == (of_pytorch.shape, of_pytorch.dtype)
         assert y.is_contiguous()
         values = y.double().numpy().reshape(want.shape)
@@ -79,7 +76,7 @@ def test_values_are_within_the_derived_bound(dtype, stored, launched):
     bias = torch.randn(N).to(dtype)
     kw = {"u_layout": stored, "v_layout": stored}
     check("lowrank_matmul", (x, u, v, bias), kw, 8, launched)
-    assert launched[0].spec.u_layout == launched[0].spec.v_layout == "row"  # transposed once
+    assert launched[0].u_layout == launched[0].v_layout == "row"  # transposed once
 
 
 # MX blocks, which trn3 multiplies, are of larger sizes; the op of few bits has tests of its own.
@@ -92,7 +89,7 @@ def test_every_op_runs_one_kernel(name, args, kw, launched):
     args = of_dtype(args, torch.bfloat16)
     kw = {key: "bfloat16" if value == "float64" else value for key, value in kw.items()}
     check(name, args, kw, tokens_of(args[0], kw), launched)
-    layouts = {getattr(launched[0].spec, f"{of}_layout", "") for of in ("u", "v")}
+    layouts = {getattr(launched[0], f"{of}_layout", "") for of in ("u", "v")}
     assert "col" not in layouts or name == "adapters_matmul"  # whose factors lie as they are
 
 
@@ -137,11 +134,13 @@ def test_a_plan_weighs_predicted_times(monkeypatch):
     assert asked == []
 
 
-def test_no_tokens_are_no_kernel(launched):
+def test_no_tokens_are_no_kernel_and_have_no_bucket(launched):
     x = torch.randn(2, 0, K).to(torch.bfloat16)
     y = NMM.lowrank_matmul(x, weight(K, R), weight(R, N), executor="simulator")
     assert y.shape == (2, 0, N)
     assert launched == []
+    with pytest.raises(ShapeError, match="at least 1 token"):
+        bucket(0)
 
 
 @pytest.fixture
@@ -264,12 +263,6 @@ def test_options_travel_in_the_executors_name():
 TOKENS = 8
 
 
-@pytest.fixture
-def launched_specs(monkeypatch):
-    """Return the specs that the simulator runs, in order."""
-    return noted_launches(monkeypatch, lambda kernel: kernel.spec)
-
-
 def trained(inputs, outputs, layout="row", dtype=torch.float32, grad=True):
     return weight(inputs, outputs, layout, dtype).requires_grad_(grad)
 
@@ -289,17 +282,17 @@ def times(left, right, unit):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("stored", ["row", "col"])
-def test_gradients_of_a_low_rank_product_are_within_derived_bounds(dtype, stored, launched_specs):
+def test_gradients_of_a_low_rank_product_are_within_derived_bounds(dtype, stored, launched):
     """The bound of each gradient follows its two products, the intermediate rounded once."""
     x = torch.randn(TOKENS, K).to(dtype).requires_grad_()
     u, v = trained(K, R, stored, dtype), trained(R, N, stored, dtype)
     upstream = torch.randn(TOKENS, N).to(dtype)
     y = NMM.lowrank_matmul(x, u, v, u_layout=stored, v_layout=stored, executor="simulator")
-    launched_specs.clear()
+    launched.clear()
     copies = PACKS.made
     found = torch.autograd.grad(y, (x, u, v), upstream)
     assert PACKS.made == copies, "a weight or an activation was copied to transpose it"
-    assert sorted(map(sizes, launched_specs)) == sorted(
+    assert sorted(map(sizes, launched)) == sorted(
         [
             ("matmul", TOKENS, K, R),  # p = x u
             ("matmul", TOKENS, N, R),  # q = g v^T
@@ -328,44 +321,41 @@ def test_gradients_of_a_low_rank_product_are_within_derived_bounds(dtype, stored
         assert np.all(np.abs(as_rows.double().numpy() - value) <= bound)
 
 
-def grads_of(call, leaves, upstream):
-    outs = call()
-    outs = list(outs) if isinstance(outs, (list, tuple)) else [outs]
-    return torch.autograd.grad(outs, leaves, upstream[: len(outs)])
-
-
-def check_against_pytorch(op, args, kw, leaves, launched_specs, launches):
+def check_against_pytorch(op, args, kw, leaves, launched, launches):
     """Compare fp32 gradients with autograd through PyTorch's own products; count launches."""
-    want_outs = op(*args, **kw)
-    many = isinstance(want_outs, (list, tuple))
-    upstream = [torch.randn_like(y) for y in (want_outs if many else [want_outs])]
-    want = grads_of(lambda: op(*args, **kw), leaves, upstream)
-    outs = op(*args, **kw, executor="simulator")
-    launched_specs.clear()
-    got = torch.autograd.grad(list(outs) if many else [outs], leaves, upstream)
+    outs, wanted = (
+        tree_leaves(op(*args, **kw, executor=name)) for name in ("simulator", "reference")
+    )
+    upstream = [torch.randn_like(y) for y in wanted]
+    want = torch.autograd.grad(wanted, leaves, upstream)
+    launched.clear()
+    got = torch.autograd.grad(outs, leaves, upstream)
     for a, b in zip(got, want, strict=True):
         # Gradients are of size ~10 after at most seven products with sums of at most 144 terms:
         # each moves a result by at most 144 roundings of 2^-24 of its size.
         scale = float(b.abs().max())
         torch.testing.assert_close(a, b, rtol=0, atol=7 * N * FP32_ROUNDOFF * max(scale, 1.0))
-    assert len(launched_specs) == launches, [spec.short() for spec in launched_specs]
-    return launched_specs
+    assert len(launched) == launches, [spec.short() for spec in launched]
+    return launched
 
 
-def test_gradients_of_x_alone_are_one_low_rank_launch(launched_specs):
+def test_gradients_of_x_alone_are_low_rank_launches(launched):
     x = torch.randn(TOKENS, K, requires_grad=True)
     u, v = trained(K, R, grad=False), trained(R, N, grad=False)
-    (spec,) = check_against_pytorch(NMM.lowrank_matmul, (x, u, v), {}, [x], launched_specs, 1)
+    (spec,) = check_against_pytorch(NMM.lowrank_matmul, (x, u, v), {}, [x], launched, 1)
     assert sizes(spec) == ("lowrank", TOKENS, N, K)
     assert (spec.u_layout, spec.v_layout) == ("row", "row")  # of frozen weights a copy is kept
+    frozen = [[trained(K, R, grad=False), trained(R, K, grad=False)] for _ in range(3)]
+    found = check_against_pytorch(NMM.gated_mlp, (x, *frozen), {}, [x], launched, 5)
+    assert {spec.family for spec in found} == {"lowrank"}
 
 
-def test_a_frozen_base_is_part_of_the_launch_that_gives_dx(launched_specs):
+def test_a_frozen_base_is_part_of_the_launch_that_gives_dx(launched):
     """LoRA: dx = g w^T + scale (g v^T) u^T is one kernel, and no kernel computes dw."""
     x = torch.randn(TOKENS, K, requires_grad=True)
     u, v, w = trained(K, 16), trained(16, N), trained(K, N, "col", grad=False)
     args, kw = (x, u, v, None, w), {"scale": 2.0, "w_layout": "col"}
-    found = check_against_pytorch(NMM.lowrank_matmul, args, kw, [x, u, v], launched_specs, 5)
+    found = check_against_pytorch(NMM.lowrank_matmul, args, kw, [x, u, v], launched, 5)
     based = [spec for spec in found if spec.family == "lowrank"]
     assert [(s.base, s.scale, sizes(s)) for s in based] == [(True, 2.0, ("lowrank", TOKENS, N, K))]
 
@@ -380,12 +370,12 @@ def test_a_frozen_base_is_part_of_the_launch_that_gives_dx(launched_specs):
     ],
     ids=str,
 )
-def test_functions_scales_and_layouts_stay_around_the_kernels(kw, launches, launched_specs):
+def test_functions_scales_and_layouts_stay_around_the_kernels(kw, launches, launched):
     x = torch.randn(TOKENS, K) if kw.get("x_layout") != "col" else torch.randn(K, TOKENS)
     x.requires_grad_()
     u, v, bias = trained(K, R), trained(R, N), torch.randn(N, requires_grad=True)
     leaves = [x, u, v, bias]
-    check_against_pytorch(NMM.lowrank_matmul, (x, u, v, bias), kw, leaves, launched_specs, launches)
+    check_against_pytorch(NMM.lowrank_matmul, (x, u, v, bias), kw, leaves, launched, launches)
 
 
 LONG = pytest.mark.long
@@ -403,28 +393,21 @@ LONG = pytest.mark.long
         ("matmul", ((N, K),), {"w_layout": "col", "activation": "relu"}, 3),
     ],
 )  # fmt: skip
-def test_other_ops_train_through_kernels(name, shapes, kw, launches, launched_specs):
+def test_other_ops_train_through_kernels(name, shapes, kw, launches, launched):
     x = torch.randn(TOKENS, K, requires_grad=True)
     weights = [
         trained(*s) if isinstance(s, tuple) else [trained(*one) for one in s] for s in shapes
     ]
     args = (x, *weights, [None, None]) if "shared" in name else (x, *weights)
     leaves = [x, *tree_leaves(weights)]
-    check_against_pytorch(getattr(NMM, name), args, kw, leaves, launched_specs, launches)
+    check_against_pytorch(getattr(NMM, name), args, kw, leaves, launched, launches)
 
 
-def test_the_gradient_of_x_through_a_frozen_gated_mlp(launched_specs):
-    x = torch.randn(TOKENS, K, requires_grad=True)
-    frozen = [[trained(K, R, grad=False), trained(R, K, grad=False)] for _ in range(3)]
-    found = check_against_pytorch(NMM.gated_mlp, (x, *frozen), {}, [x], launched_specs, 5)
-    assert {spec.family for spec in found} == {"lowrank"}
-
-
-def test_sums_over_tokens_are_padded_to_a_bucket_unless_the_graph_is_static(launched_specs):
+def test_sums_over_tokens_are_padded_to_a_bucket_unless_the_graph_is_static(launched):
     x = torch.randn(6, K, requires_grad=True)
     u, v = trained(K, R), trained(R, N)
-    check_against_pytorch(NMM.lowrank_matmul, (x, u, v), {}, [x, u, v], launched_specs, 5)
-    (dv,) = (spec for spec in launched_specs if (spec.m, spec.n) == (R, N))
+    check_against_pytorch(NMM.lowrank_matmul, (x, u, v), {}, [x, u, v], launched, 5)
+    (dv,) = (spec for spec in launched if (spec.m, spec.n) == (R, N))
     assert dv.k == 8
     kept = type(dv)(**{**dv.to_dict(), "k": 6})
     assert KERNELS.plan(kept, "trn2", Options(), "k") == (8,)
@@ -433,7 +416,7 @@ def test_sums_over_tokens_are_padded_to_a_bucket_unless_the_graph_is_static(laun
     assert KERNELS.plan(kept, "trn2", Options(buckets=(4, 7)), "k") == (7,)
 
 
-def test_a_backward_kernel_that_cannot_be_built(monkeypatch, launched_specs):
+def test_a_backward_kernel_that_cannot_be_built(monkeypatch, launched):
     """Executor "auto" leaves the product to PyTorch with a warning; a named one raises."""
     from nmm_compiler.codegen import build
 
@@ -454,11 +437,11 @@ def test_a_backward_kernel_that_cannot_be_built(monkeypatch, launched_specs):
     monkeypatch.setitem(registration.EXECUTORS, "neuron", registration.EXECUTORS["simulator"])
     KERNELS.clear()
     y = NMM.lowrank_matmul(x, u, v, executor=executor_name(Options()))
-    launched_specs.clear()
+    launched.clear()
     with pytest.warns(UserWarning, match="no kernel for MatmulSpec.*PyTorch computes"):
         got = torch.autograd.grad(y.sum(), (x, u, v))
     want = torch.autograd.grad((x @ u @ v).sum(), (x, u, v))
-    assert launched_specs == []
+    assert launched == []
     for a, b in zip(got, want, strict=True):
         # two products of at most N terms, summed in another order
         torch.testing.assert_close(a, b, rtol=0, atol=2 * N * FP32_ROUNDOFF * float(b.abs().max()))
@@ -492,8 +475,3 @@ def test_a_plan_splits_when_padding_costs_more_than_a_launch():
     assert planned_buckets(4097, None, lambda m: 10 + m) == (4096, 1)
     assert planned_buckets(4097, None, lambda m: 10000 + m) == (8192,)
     assert planned_buckets(64, None, lambda m: -m) == (64,)
-
-
-def test_no_tokens_is_an_error():
-    with pytest.raises(ShapeError, match="at least 1 token"):
-        bucket(0)

@@ -30,6 +30,8 @@ from nmm_compiler.targets import get
 
 SPEC = LowRankSpec(m=4, k=8, r=2, n=6, dtype="float32")
 PROFILE = types.SimpleNamespace(hbm_read_bytes=1, hbm_write_bytes=1, latency_us=1.0)
+BETA_1 = {"nki": None, "neuronx_cc": "2.22.12471.0"}
+NATIVE, XLA = {"torch_neuronx": "2.13.3.0"}, {"torch_neuronx": "2.9.0.1", "torch_xla": "2.9.0"}
 LOW_RANK = torch.ops.nmm.lowrank_matmul
 names = (f"tiny{i}" for i in itertools.count())
 
@@ -59,6 +61,7 @@ def computes_the_product(run):
 @pytest.fixture
 def cpu_is_xla(monkeypatch):
     """Let CPU tensors stand for tensors on a torch-xla device."""
+    install(monkeypatch, **XLA)
     monkeypatch.setitem(neuron._LAUNCHERS, "cpu", neuron._launch_on_xla)
     monkeypatch.setattr(registration, "NEURON_DEVICES", ("cpu",))
 
@@ -69,6 +72,7 @@ def cpu_is_neuron(monkeypatch):
     monkeypatch.setitem(neuron._LAUNCHERS, "cpu", neuron._launch_on_torchneuron)
     monkeypatch.setattr(registration, "NEURON_DEVICES", ("cpu",))
     monkeypatch.setattr(registration.EXECUTORS["neuron"], "traced_device", "cpu")
+    return install(monkeypatch, **NATIVE)
 
 
 @pytest.fixture
@@ -94,19 +98,15 @@ def one_kernel(monkeypatch, tmp_path):
     return use
 
 
-BETA_1 = {"nki": None, "neuronx_cc": "2.22.12471.0"}
-NATIVE, XLA = {"torch_neuronx": "2.13.3.0"}, {"torch_neuronx": "2.9.0.1", "torch_xla": "2.9.0"}
-
-
 @pytest.mark.parametrize(
     ("packages", "devices", "dialect", "path", "problem"),
     [
         ({"nki": None}, 0, None, "none", "package nki is not installed; run: pip install nki"),
         ({"nki": "0.6.0"}, 0, "nki", "simulate", None),
         ({"nki": "0.5.0", **XLA}, 1, "nki", "torch-xla", None),
-        ({"nki": "0.7.0", **NATIVE}, 2, "nki", "torchneuron", None),
+        ({"nki": "0.7.1", **NATIVE}, 2, "nki", "torchneuron", None),
         ({"nki": "0.5.0", "torch_neuronx": "2.11.3.0.1278"}, 1, "nki", "torchneuron", None),
-        ({"nki": "0.7.0", **NATIVE, "torch_xla": "2.12.0"}, 2, "nki", "torchneuron", None),
+        ({"nki": "0.8", **NATIVE, "torch_xla": "2.12.0"}, 2, "nki", "torchneuron", None),
         ({"nki": "0.6.0", "torch_neuronx": "2.9.0.1"}, 1, "nki", "none", "needs torch-xla"),
         ({"nki": "0.2.0", **XLA}, 1, None, "none", "nki 0.2.0 is installed, kernels need"),
         ({**BETA_1, **XLA, "torch_neuronx": "2.7.0.1"}, 1, "neuronxcc", "torch-xla", None),
@@ -124,21 +124,11 @@ def test_the_probe_names_the_path_the_dialect_and_the_problem(
     assert (found.dialect, found.path) == (dialect, path)
     assert (found.problem is None) == (problem is None), found.problem
     assert problem is None or problem in found.problem
-    assert ("NKI dialect", machine._DIALECTS[dialect]) in found.rows()
+    rows = dict(found.rows())
+    assert rows["NKI dialect"] == machine._DIALECTS[dialect]
+    checked = {"0.6.0": "checked by nmm lint", "0.7.1": "NCC_EVRF066", "0.8": "0.8 is newer"}
+    assert checked.get(packages.get("nki"), "") in rows.get("kernels for this NKI", "")
     assert machine.NeuronProbe.from_json(found.to_json()) == found
-
-
-@pytest.mark.parametrize(
-    ("version", "text"),
-    [
-        ("0.6.0", "checked by nmm lint"),
-        ("0.7.1", "NCC_EVRF066"),
-        ("0.8", "not checked: 0.8 is newer"),
-    ],
-)
-def test_the_probe_says_whether_kernels_are_checked_for_this_nki(monkeypatch, version, text):
-    install(monkeypatch, nki=version)
-    assert text in dict(machine.probe().rows())["kernels for this NKI"]
 
 
 @pytest.mark.parametrize(
@@ -209,8 +199,7 @@ def test_the_neuron_executor_refuses_tensors_that_are_elsewhere(one_kernel):
         LOW_RANK(*operands(), executor="neuron")
 
 
-def test_torch_xla_tensors_run_the_jit_kernel(monkeypatch, one_kernel, cpu_is_xla):
-    install(monkeypatch, **XLA)
+def test_torch_xla_tensors_run_the_jit_kernel(one_kernel, cpu_is_xla):
     table = one_kernel()
     for name in ("auto", "neuron"):
         computes_the_product(lambda given, name=name: [LOW_RANK(*given, executor=name)])
@@ -228,11 +217,8 @@ def test_torch_xla_tensors_run_the_jit_kernel(monkeypatch, one_kernel, cpu_is_xl
         ("1 / 0", "failed with ZeroDivisionError"),
     ],
 )
-def test_a_kernel_that_fails_its_first_run_is_not_used(
-    monkeypatch, one_kernel, cpu_is_xla, body, words
-):
+def test_a_kernel_that_fails_its_first_run_is_not_used(one_kernel, cpu_is_xla, body, words):
     """Contributed kernels have returned zeros with exit code 0 after a toolchain update."""
-    install(monkeypatch, **XLA)
     table = one_kernel(body)
     x, u, v = operands()
     with pytest.warns(UserWarning, match=words):
@@ -247,32 +233,23 @@ def test_a_kernel_that_fails_its_first_run_is_not_used(
     assert len(neuron.load(table.all()[0]).calls) == 1
 
 
-def test_torchneuron_registers_each_kernel_once(monkeypatch, tmp_path, cpu_is_neuron):
-    seen = install(monkeypatch, torch_neuronx="2.13.3.0")
+def test_torchneuron_registers_each_kernel_once(tmp_path, cpu_is_neuron):
     kernel = write_kernel(tmp_path, SPEC, name=next(names))
     for _ in range(2):
         computes_the_product(functools.partial(neuron.launch, kernel))
-    assert len(seen.registered) == 1
-    assert seen.registered[0].startswith(f"nmm_kernels::{kernel.name}_")
+    (registered,) = cpu_is_neuron.registered
+    assert registered.startswith(f"nmm_kernels::{kernel.name}_")
     op = neuron.registered_op(kernel, 3)
     assert str(op._opoverload._schema).endswith(
         "(Tensor operand0, Tensor operand1, Tensor operand2) -> Tensor"
     )
 
 
-def test_torch_neuronx_2_9_has_no_nki_op(monkeypatch, tmp_path, cpu_is_neuron):
-    install(monkeypatch, torch_neuronx="2.9.0.1", nki_op=False)
-    kernel = write_kernel(tmp_path, SPEC, name=next(names))
-    with pytest.raises(NeuronSetupError, match=r"torch_neuronx 2\.9\.0\.1 has no nki_op"):
-        neuron.registered_op(kernel, 3)
-
-
-def test_torchneuron_graphs_hold_the_kernels_operator(monkeypatch, one_kernel, cpu_is_neuron):
+def test_torchneuron_graphs_hold_the_kernels_operator(one_kernel, cpu_is_neuron):
     """The device's compiler must see its own operator, not one that it does not know."""
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
 
-    install(monkeypatch, torch_neuronx="2.13.3.0")
     table = one_kernel()
     graphs = []
 
@@ -308,7 +285,6 @@ def test_a_traced_graph_uses_what_the_backend_has_checked(monkeypatch, one_kerne
     """Nothing runs while a graph is traced: kernels are tried when they are built."""
     from nmm_compiler.backend import compile_graph
 
-    install(monkeypatch, torch_neuronx="2.13.3.0")
     monkeypatch.setattr(kernels.Kernels, "origins", lambda self, specs, *rest: dict.fromkeys(specs))
     x, u, v = operands()
     for body, traced in ((RIGHT, True), ("(x @ u) @ v * 2", False)):
@@ -344,7 +320,6 @@ def test_a_traced_graph_uses_what_the_backend_has_checked(monkeypatch, one_kerne
 def test_logical_cores_that_are_not_the_kernels_are_refused(
     monkeypatch, one_kernel, cpu_is_xla, variable
 ):
-    install(monkeypatch, **XLA)
     table = one_kernel()
     monkeypatch.delenv("NEURON_LOGICAL_NC_CONFIG")
     x, u, v = operands()
@@ -382,7 +357,6 @@ def test_a_kernel_of_two_cores_is_launched_on_two(monkeypatch, tmp_path, path):
 
 
 def test_a_kernel_for_other_hardware_is_refused(monkeypatch, tmp_path, one_kernel, cpu_is_xla):
-    install(monkeypatch, **XLA)
     monkeypatch.setattr(machine.glob, "glob", lambda pattern: ["/dev/neuron0"])
     one_kernel()
     instance = tmp_path / "instance_type"
@@ -503,15 +477,26 @@ def test_a_kernel_is_simulated_and_launched_on_torch_xla_alone(monkeypatch, tmp_
         neuron._LAUNCHERS["neuron"](kernel, given)
 
 
-def test_what_is_missing_is_named_with_what_to_install(monkeypatch, tmp_path):
-    install(monkeypatch)
-    kernel = write_kernel(tmp_path, SPEC, dialect="neuronxcc", name="missing_beta_1")
-    with pytest.raises(NeuronSetupError, match="neuronx-cc is not installed, and the kernel is in"):
-        neuron.simulate(kernel, random_operands(SPEC))
-    install(monkeypatch, **BETA_1)
-    kernel = write_kernel(tmp_path, SPEC, name="current")
-    with pytest.raises(NeuronSetupError, match=r"only NKI Beta 1 .* pass options={'dialect'"):
-        neuron.simulate(kernel, random_operands(SPEC))
+def registered(kernel, operands):
+    return neuron.registered_op(kernel, len(operands))
+
+
+@pytest.mark.parametrize(
+    ("packages", "dialect", "run", "words"),
+    [
+        ({}, "neuronxcc", neuron.simulate, "neuronx-cc is not installed, and the kernel is in"),
+        (BETA_1, "nki", neuron.simulate, r"only NKI Beta 1 .* pass options={'dialect'"),
+        ({"torch_neuronx": "2.9.0.1", "nki_op": False}, "nki", registered,
+         r"torch_neuronx 2\.9\.0\.1 has no nki_op"),
+    ],
+)  # fmt: skip
+def test_what_is_missing_is_named_with_what_to_install(
+    monkeypatch, tmp_path, packages, dialect, run, words
+):
+    install(monkeypatch, **packages)
+    kernel = write_kernel(tmp_path, SPEC, dialect=dialect, name=next(names))
+    with pytest.raises(NeuronSetupError, match=words):
+        run(kernel, operands())
 
 
 def test_the_rungs_say_that_they_are_written_in_nki(monkeypatch):
