@@ -42,7 +42,7 @@ from nmm_compiler.prediction.stacks import STACKS
 from nmm_compiler.prices.kernel import noted_kernels, price_many
 from nmm_compiler.prices.ways import ERRORS
 from nmm_compiler.records import Record
-from nmm_compiler.report.charts import bars
+from nmm_compiler.report.charts import gain_bars
 from nmm_compiler.report.headline import told_apart
 from nmm_compiler.report.parts import Drawing, Grid, Line, Part, Section
 from nmm_compiler.report.shown import Shown
@@ -350,8 +350,8 @@ class Plan(Shown, Record):
                 Line(str(STACKS[base.stack]), "note"),
                 Line(f"what would change it: {_setting(base)}", "headline"),
                 Grid.of(("with", *times, ""), [c.cells() for c in self.changes], right=times),
-                bars([(one.name, (one.gain,)) for one in self.changes], ("gain",), "x",
-                     "times as many tokens a second with one thing changed"),
+                gain_bars([(one.name, one.gain, one.told_apart) for one in self.changes],
+                          "times as many tokens a second with one thing changed"),
             ]  # fmt: skip
         if self.differences:
             times = ("predicted ms", "measured ms")
@@ -360,8 +360,9 @@ class Plan(Shown, Record):
             made += [Line(said, "headline"), Grid.of(("step", *times, ""), rows, right=times)]
         low = [p for p in self.predictions if p.gain][:40]
         if low and not self.changes:
-            gains = [(_setting(p), (p.step_gain,)) for p in low]
-            made.append(bars(gains, ("gain",), "x", "times as fast as dense, by setting"))
+            gains = [(_setting(p), p.step_gain, ERRORS[p.price]) for p in low]
+            bars = [(name, gain, told_apart(gain, error)) for name, gain, error in gains]
+            made.append(gain_bars(bars, "times as fast as dense, by setting"))
         if self.best is not None:
             detail = tuple(self.best.parts())
             made.append(Section("the best setting in detail", detail, folded=True))

@@ -53,18 +53,47 @@ def bars(
     axis = Axis(0.0, max(sums, default=0.0) or 1.0, left, max(WIDTH - right, left + 60))
     body, top = legend(keys, 4)
     for (name, values), total in zip(rows, totals, strict=True):
-        body.append(label(axis.start - 6, top + 14, name, "end"))
+        body.append(label(left - 6, top + 14, name, "end"))
         start = 0.0
         for key, value, colour in zip(keys, values, colours(len(keys)), strict=True):
-            begin, start = axis.at(start), start + value
+            wide = round(axis.at(start + value) - axis.at(start), 2)
             said = hint(f"{name}, {key}: {value:.4g} {unit}")
             body.append(
-                f'<rect x="{begin}" y="{top}" width="{round(axis.at(start) - begin, 2)}" '
-                f'height="18" fill="var({colour})">{said}</rect>'
+                f'<rect x="{axis.at(start)}" y="{top}" width="{wide}" height="18" '
+                f'fill="var({colour})">{said}</rect>'
             )
+            start += value
         body.append(label(axis.at(start) + 6, top + 14, total))
         top += 26
     return Drawing(svg(body, top + 10, text), text)
+
+
+def gain_bars(rows: Sequence[tuple[str, float, bool]], text: str) -> Drawing:
+    """Return bars that begin at 1.0, to the right for faster and to the left for slower.
+
+    rows: (name, times faster, whether that is told apart from no gain); those that are not are
+    grey. The axis is logarithmic: twice and half as fast are equally long.
+    """
+    left = 10 + 7 * max((len(name) for name, _, _ in rows), default=0)
+    every = [1.0, *(gain for _, gain, _ in rows)]
+    low, high = min(*every, 1 / 1.1), max(*every, 1.1)
+    axis = Axis(low, high, left + 54, WIDTH - 64, log=True)
+    body, top = legend(("told apart", "within the error"), 4, ("--a", "--h"))
+    bottom = top + 26 * len(rows)
+    body += [rule(axis.at(1.0), axis.at(1.0), top - 4, bottom)]
+    body += [label(axis.at(1.0), bottom + 14, "1.0, as fast", "middle")]
+    for name, gain, told in rows:
+        body.append(label(left - 6, top + 14, name, "end"))
+        ends = sorted((axis.at(1.0), axis.at(gain)))
+        said = hint(f"{name}: {gain:.2f}x" + ("" if told else ", not told apart"))
+        body.append(
+            f'<rect x="{ends[0]}" y="{top}" width="{round(ends[1] - ends[0], 2)}" height="18" '
+            f'fill="var({"--a" if told else "--h"})">{said}</rect>'
+        )
+        at, anchor = (ends[1] + 5, "start") if gain >= 1.0 else (ends[0] - 5, "end")
+        body.append(label(at, top + 14, f"{gain:.2f}x", anchor))
+        top += 26
+    return Drawing(svg(body, bottom + 22, text), text)
 
 
 def colours(count: int) -> list[str]:
@@ -72,10 +101,13 @@ def colours(count: int) -> list[str]:
     return [COLOURS[i % len(COLOURS)] for i in range(count)]
 
 
-def legend(names: Sequence[str], top: float) -> tuple[list[str], float]:
-    """Return the legend, in rows from `top` on, and the vertical position where it ends."""
+def legend(names: Sequence[str], top: float, taken: Sequence[str] = ()) -> tuple[list[str], float]:
+    """Return the legend, in rows from `top` on, and the vertical position where it ends.
+
+    taken: the colours, by default those of series.
+    """
     body, left = [], float(_LEFT + 8)
-    for name, colour in zip(names, colours(len(names)), strict=True):
+    for name, colour in zip(names, taken or colours(len(names)), strict=True):
         wide = 30 + 7 * len(name)
         if left > _LEFT + 8 and left + wide > WIDTH:
             left, top = float(_LEFT + 8), top + 18

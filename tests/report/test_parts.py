@@ -104,6 +104,17 @@ def test_bars_are_as_wide_as_their_values():
     assert widths[2] == pytest.approx(2 * (widths[0] + widths[1]), rel=0.01)
 
 
+def test_gains_begin_at_one_and_twice_is_as_long_as_half():
+    rows = [("a", 2.0, True), ("b", 0.5, True), ("c", 1.05, False)]
+    tree, _ = _parsed(charts.gain_bars(rows, "t"))
+    drawn = [one for one in tree.iter() if one.tag.endswith("rect") and one.get("height") == "18"]
+    left, wide = ([float(one.get(name)) for one in drawn] for name in ("x", "width"))
+    assert left[0] == left[2] == pytest.approx(left[1] + wide[1], abs=0.02)
+    assert wide[0] == pytest.approx(wide[1], abs=0.02)
+    assert wide[2] < wide[0] / 5
+    assert [one.get("fill") for one in drawn] == ["var(--a)", "var(--a)", "var(--h)"]
+
+
 def test_what_stands_beside_a_bar_is_inside_of_the_picture():
     rows = [
         ("model.layers.0.mlp.down_proj", (12_345_678.0, 1.0)),
