@@ -307,8 +307,8 @@ def _check_turns(machine: Machine, outputs: list[NkiTensor]) -> None:
     trace = machine.trace
     shared = {tensor.storage.identity for tensor in machine.identities.values()}
     used = dict.fromkeys((tensor.storage.identity for tensor in outputs), len(trace.instructions))
-    for first, stop, end in trace.made_in_turns:
-        for identity in sorted({*range(first, stop)} & trace.allocations.keys() - shared):
+    for _, end, made, _ in trace.turns:
+        for identity in sorted({*made} & trace.allocations.keys() - shared):
             found = trace.allocations[identity]
             if used.get(identity, found.last_index) < end:
                 continue

@@ -120,11 +120,9 @@ class Trace:
     sbuf_peak_bytes: largest sum, per partition, of SBUF tensors live at the same time.
     psum_peak_banks: largest number of PSUM banks in use at the same time.
     ordered: (first, stop) instruction ranges that keep program order (nl.no_reorder).
-    iterations: (first, stop) instruction ranges of a loop on the device, after its first turn:
-        the program that the compiler makes holds their instructions once.
-    turns: the same of every turn, the first too.
-    made_in_turns: (first, stop) identities of the tensors that a turn makes, and its last
-        instruction's index plus one: they end with it.
+    turns: (first, stop, made, repeats) of each turn of a loop on the device: its instructions, the
+        identities of the tensors that it makes, which end with it, and whether it repeats the first
+        turn: the program that the compiler makes holds its instructions once.
     awaited: storages of right operands of Beta 1's nl.matmul, where that transposes the left one.
     """
 
@@ -134,18 +132,15 @@ class Trace:
     sbuf_peak_bytes: int = 0
     psum_peak_banks: int = 0
     ordered: list[tuple[int, int]] = field(default_factory=list)
-    iterations: list[tuple[int, int]] = field(default_factory=list)
     loop_edges: list[int] = field(default_factory=list)
-    turns: list[tuple[int, int]] = field(default_factory=list)
-    made_in_turns: list[tuple[int, int, int]] = field(default_factory=list)
+    turns: list[tuple[int, int, range, bool]] = field(default_factory=list)
     awaited: set[int] = field(default_factory=set)
 
     @property
     def program_instructions(self) -> int:
         """Instructions of the compiled program: the body of a loop on the device counts once."""
-        again = 0
-        seen = 0
-        for first, stop in sorted(self.iterations):
+        again, seen = 0, 0
+        for first, stop in sorted((a, b) for a, b, _, repeats in self.turns if repeats):
             again += max(0, stop - max(first, seen))
             seen = max(seen, stop)
         return len(self.instructions) - again

@@ -148,10 +148,8 @@ class _Loop:
         stop = len(machine.instructions)
         trace.loop_edges.append(stop)
         if stop > first:
-            trace.turns.append((first, stop))
-            trace.made_in_turns.append((made, machine.storages, stop))
-            if self.count:
-                trace.iterations.append((first, stop))
+            turn = first, stop, range(made, machine.storages), self.count > 0
+            trace.turns.append(turn)
         self.count += 1
 
 

@@ -533,7 +533,7 @@ def check_dependencies(trace: Trace) -> None:
     for place, consumer in enumerate(trace.instructions):
         for producer in consumer.after:
             source = producer.index
-            if any(a <= source < b and not a <= place < b for a, b in trace.turns):
+            if any(a <= source < b and not a <= place < b for a, b, *_ in trace.turns):
                 why = _OUT_OF_A_LOOP
             elif source >= place and _waits_for(trace.instructions, producer, consumer):
                 why = _CYCLE
