@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from nmm_compiler.records import Record
-from nmm_compiler.simulator.timing.costs import US
+from nmm_compiler.simulator.timing.costs import ENGINES, US
 from nmm_compiler.simulator.timing.timeline import Timeline
+from nmm_compiler.simulator.trace import Instruction
 
 HELD_OUT = Path(__file__).with_name("held_out.json")
 CLASSES = ("matrix", "vector", "dma", "mixed")
@@ -74,20 +76,27 @@ def kernel_class(busy_us: dict[str, float]) -> str:
     return "vector" if others > 2.0 * tensor else "mixed"
 
 
-def unmodelled(
-    timeline: Timeline,
-) -> tuple[str, ...]:
+def unmodelled(timeline: Timeline) -> tuple[str, ...]:
     """Return the effects that may matter to this run and are not modelled."""
-    trace, target, kinds = timeline.trace, timeline.target, timeline.kinds.values()
-    tiny, limited = _tiny_instructions(timeline), _float32_products(timeline)
-    barriers = sum(kind.count for kind in kinds if kind.first.op == "core_barrier")
+    trace, target, latency_us = timeline.trace, timeline.target, timeline.latency_us
+
+    def count(engines: tuple[str, ...], holds: Callable[[Instruction], object] = bool) -> int:
+        kinds = [kind for kind in timeline.kinds.values() if kind.first.engine in engines]
+        return sum(kind.count for kind in kinds if holds(kind.first))
+
+    barriers = count(ENGINES, lambda i: i.op == "core_barrier")
     queues = sorted({str(held.row) for held in timeline.of_kind("queue")})
-    unset = sum(
-        kind.count for kind in kinds
-        if kind.first.engine == "vector" and kind.first.attributes.get("unset")
-    )  # fmt: skip
+    unset = count(("vector",), lambda i: i.attributes.get("unset"))
     chosen = "ScalarE" if target.unset_engine_prefers_scalar else "VectorE"
     measured = any(source.kind == "measured" for source in target.sources.values())
+    products = count(("tensor",), lambda i: "float32" in [a.dtype for a in i.reads])
+    limited = target.tensor_ramp_seconds > 0.0 and 2.0 * timeline.busy_us["tensor"] >= latency_us
+    tiny = 0  # of an engine that takes half of the run to issue its instructions
+    for engine in ("gpsimd", "scalar", "vector"):
+        issued = count((engine,))
+        clock = getattr(target, f"{engine}_clock_hz")
+        if 2.0 * issued * target.engine_min_cycles / clock * US > latency_us:
+            tiny = issued
     effects = (
         (timeline.sbuf_overflow_bytes,
          f"spills: live tensors exceed SBUF by {timeline.sbuf_overflow_bytes} B per partition, "
@@ -106,33 +115,10 @@ def unmodelled(
          f"unknown engine: {unset} instructions are placed on {chosen}, where it can"),
         (trace.loop_edges,
          "loops on the device: jumping back and fetching instructions are free"),
-        (limited,
-         f"TensorE's power limit: {limited} float32 products keep TensorE busy for half of the "
+        (limited and products,
+         f"TensorE's power limit: {products} float32 products keep TensorE busy for half of the "
          "run; hardware has been seen at half rate for part of such work, and at full rate too"),
         (not measured,
          f"{target.name}: no public measurement; documented rates and trn2's mechanisms"),
     )  # fmt: skip
     return tuple(sentence for matters, sentence in effects if matters)
-
-
-def _tiny_instructions(timeline: Timeline) -> int:
-    """Return how many instructions an engine has, if to issue them takes half of the run."""
-    target = timeline.target
-    for engine in ("vector", "scalar", "gpsimd"):
-        clock = getattr(target, f"{engine}_clock_hz")
-        count = sum(kind.count for kind in timeline.kinds.values() if kind.first.engine == engine)
-        if 2.0 * count * target.engine_min_cycles / clock * US > timeline.latency_us:
-            return count
-    return 0
-
-
-def _float32_products(timeline: Timeline) -> int:
-    """Return how many products take float32, if a power limit is known and TensorE hardly rests."""
-    ramps = timeline.target.tensor_ramp_seconds > 0.0
-    if not ramps or 2.0 * timeline.busy_us["tensor"] < timeline.latency_us:
-        return 0
-    return sum(
-        kind.count
-        for kind in timeline.kinds.values()
-        if kind.first.engine == "tensor" and "float32" in [a.dtype for a in kind.first.reads]
-    )
