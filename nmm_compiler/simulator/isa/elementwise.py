@@ -48,7 +48,8 @@ _UNSET = {"unset": True}  # the compiler may choose another engine
 _NONZERO = {"nonzero": True}
 _INT32 = ("int32", "uint32")
 _ARITHMETIC = frozenset({"float32", "tfloat32", *_INT32})
-_SCALAR_PAIRS = (("multiply", "add"), ("multiply", None), ("add", None))
+SCALAR_PAIRS = frozenset({("multiply", "add"), ("multiply", None), ("add", None)})
+"""The operators of tensor_scalar that ScalarE has on every target."""
 _PAIRS = {"multiply": ("add", "subtract", "bypass"), "add": ("bypass",), "subtract": ("bypass",),
           "bypass": ("bypass",)}  # fmt: skip
 
@@ -227,7 +228,7 @@ def tensor_scalar(
     if chosen == "scalar":
         pair = (op0.name, op1.name if op1 else None)
         call.should(
-            target.scalar_all_operators or pair in _SCALAR_PAIRS,
+            target.scalar_all_operators or pair in SCALAR_PAIRS,
             f"ScalarE of {target.name} takes (multiply, add), multiply or add",
         )
     elif chosen == "gpsimd" and engine is not _UNKNOWN:

@@ -13,10 +13,9 @@ four times as long as with loads that run ahead.
 
 from __future__ import annotations
 
+from nmm_compiler.simulator.isa.elementwise import SCALAR_PAIRS
 from nmm_compiler.simulator.trace import Instruction, Trace
 from nmm_compiler.targets.base import Target
-
-_SCALAR_PAIRS = frozenset({("multiply", "add"), ("multiply", None), ("add", None)})
 
 
 def scalar_can(instruction: Instruction) -> bool:
@@ -28,7 +27,7 @@ def scalar_can(instruction: Instruction) -> bool:
     if not attributes.get("unset"):
         return False
     pair = attributes.get("function"), attributes.get("function1") or None
-    return instruction.op == "tensor_copy" or pair in _SCALAR_PAIRS
+    return instruction.op == "tensor_copy" or pair in SCALAR_PAIRS
 
 
 def awaited_tiles(trace: Trace, target: Target) -> set[int]:
