@@ -33,11 +33,6 @@ class Geometry:
     far: why no engine can walk it, or "". parts: (geometry, step in elements) by key.
     """
 
-    __slots__ = (
-        "base", "dense", "dims", "dtype", "extent", "far", "first", "memory", "parts", "pattern",
-        "shape", "stop", "strides",
-    )  # fmt: skip
-
     def __init__(
         self, memory: str, dims: Dims, dtype: DType, row: tuple[Any, ...], *apart: Any
     ) -> None:

@@ -35,12 +35,6 @@ class Storage:
     shared: several programs use it, with data.
     """
 
-    __slots__ = (
-        "address", "allocation", "bytes_per_partition", "constant", "dtype",
-        "identity", "is_input", "memory", "name", "products",
-        "raw", "region", "shape", "shared", "unwritten", "writers",
-    )  # fmt: skip
-
     def __init__(
         self,
         machine: Machine,
