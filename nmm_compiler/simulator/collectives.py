@@ -128,13 +128,7 @@ def _exchange(
         call.need(dst.shape == wanted, f"src {src.shape} makes {wanted}, the shape of dst")
         size += max(src.size, dst.size) * src.dtype.item_bytes
     alone = collective_alone_us(size, len(ranks), machine.target) if len(ranks) > 1 else None
-    yield {
-        "issuer": "sync",
-        "dge_mode": "none",
-        "transpose": False,
-        "indirect": False,
-        "collective_us": alone,
-    }
+    yield {"issuer": "sync", "dge_mode": "none", "collective_us": alone}
     if machine.options.ranks > 1:  # the others do not run
         return
     sent: list[list[Sent]] = []

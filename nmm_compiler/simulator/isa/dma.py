@@ -26,7 +26,6 @@ from nmm_compiler.simulator.tensors.tensor import NkiTensor
 TURNED = {2: (1, 0), 3: (2, 1, 0), 4: (3, 1, 2, 0)}
 """The order of dimensions that nisa.dma_transpose leaves, by their number."""
 _UNKNOWN, _SKIP = engine.unknown, oob_mode.skip
-_ISSUERS = {engine.sync: "sync", engine.scalar: "scalar", engine.gpsimd: "gpsimd"}
 
 
 def _issue(call: Call, mode: Any, given: Any, same_dtype: bool) -> tuple[str, str]:
@@ -42,7 +41,7 @@ def _issue(call: Call, mode: Any, given: Any, same_dtype: bool) -> tuple[str, st
         "hwdge descriptors come from the sync or scalar engine",
     )
     call.should(name == "hwdge", "only hwdge takes an engine; unset it or pass dge_mode.hwdge")
-    return _ISSUERS.get(given, "sync"), name
+    return given.name, name
 
 
 def _check_dynamic(call: Call, views: tuple[NkiTensor, ...], mode: str) -> None:
@@ -84,7 +83,7 @@ def dma_copy(
     chosen_rows = _chooses_rows(dst) or _chooses_rows(src)
     if chosen_rows:
         issuer = "gpsimd"
-    yield {"issuer": issuer, "dge_mode": mode, "transpose": False, "indirect": chosen_rows}
+    yield {"issuer": issuer, "dge_mode": mode, "indirect": chosen_rows}
     values, valid = read(src, skip=oob_mode is _SKIP)
     if not same:
         values = values.astype(F32)
@@ -248,7 +247,7 @@ def dma_compute(
     else:
         call.need(oob_mode is not _SKIP, "oob_mode.skip without row indices; leave it unset")
     issuer, mode = ("gpsimd", "swdge") if indirect else ("sync", "none")
-    yield {"issuer": issuer, "dge_mode": mode, "transpose": False, "indirect": indirect}
+    yield {"issuer": issuer, "dge_mode": mode, "indirect": indirect}
     skips = oob_mode is _SKIP
     parts = [read(s, skip=skips)[0].astype(F32).reshape(dst.shape) for s in srcs]
     total = functools.reduce(np.add, parts)

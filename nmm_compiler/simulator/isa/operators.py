@@ -219,7 +219,7 @@ class Takes:
             return BY_NAME.get(self.default)
         name, problem = getattr(given, "__name__", str(given)), ""
         known = BY_NAME.get(_NUMPY_NAMES.get(name, name))
-        found: Any = given.nki_op if hasattr(given, "nki_op") else known
+        found: Any = getattr(given, "nki_op", known)
         if found is None:
             call.need(
                 False,

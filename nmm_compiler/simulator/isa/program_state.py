@@ -226,7 +226,7 @@ def core_barrier(call: Call, data: Any, cores: Any, engine: Any = engine.gpsimd)
     call.writes += call.reads
     call.engine = "gpsimd" if engine.name == "unknown" else engine.name
     call.need(call.engine != "dma", "engine=dma has no sequencer; use another engine")
-    yield {"cores": 2}
+    yield {}
     machine.programs.meet(
         machine, "nisa.core_barrier", (machine.rank,), machine.program_id, machine.grid, orders=True
     )
@@ -258,14 +258,7 @@ def sendrecv(
         dma_engine.name != "gpsimd_dma" or src.free_size <= 256,
         "gpsimd_dma takes at most 256 elements per partition",
     )
-    yield {
-        "issuer": "gpsimd",
-        "dge_mode": "none",
-        "transpose": False,
-        "indirect": False,
-        "pipe": str(pipe_id),
-        "engine": dma_engine.name,
-    }
+    yield {"issuer": "gpsimd", "dge_mode": "none"}
     sent = (src.load().copy(), machine.poisoned) if machine.data else None
     machine.poisoned = []
     me, what = machine.program_id, f"nisa.sendrecv on pipe {pipe_id}"

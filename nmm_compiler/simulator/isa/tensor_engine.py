@@ -30,14 +30,14 @@ _PAIR_STEP = 16
 _NONE = matmul_perf_mode.none
 
 
-def _check_tile(call: Call, k: int, m: int, *views: NkiTensor, rows_alone: bool = False) -> Any:
-    """Check tile_position and tile_size of a tiled matmul; return them as one tuple, or None.
+def _check_tile(call: Call, k: int, m: int, *views: NkiTensor, rows_alone: bool = False) -> None:
+    """Check tile_position and tile_size of a tiled matmul.
 
     views: its operands. rows_alone: it takes row tiles, no column tiles.
     """
     position, size = call.arguments["tile_position"], call.arguments["tile_size"]
     if not position and not size:
-        return None
+        return
     call.need(position and size, "set both tile_position and tile_size, or neither")
     call.need(
         all(isinstance(p, (tuple, list)) and len(p) == 2 for p in (position, size)),
@@ -63,7 +63,6 @@ def _check_tile(call: Call, k: int, m: int, *views: NkiTensor, rows_alone: bool 
         not (any(v.indirection is not None for v in views) and (row or column)),
         "an .indirect() view takes tile_position (0, 0) or no tiles",
     )
-    return (row, column, rows, columns)
 
 
 @instruction(
@@ -111,7 +110,7 @@ def nc_matmul(
         sums = ("float32", "bfloat16") if target.matmul_bfloat16_sums else ("float32",)
         call.need(dst.dtype in sums, f"PSUM accumulates in {' or '.join(sums)}")
     check_bank(call, dst, target.matmul_psum_banks)
-    tile = _check_tile(call, k, m, dst, stationary, moving, rows_alone=double)
+    _check_tile(call, k, m, dst, stationary, moving, rows_alone=double)
     narrow = all(v.indirection is None or v.dtype not in _WIDE for v in (stationary, moving))
     call.need(
         narrow and not (is_transpose and moving.is_indirect()),
@@ -133,8 +132,6 @@ def nc_matmul(
         "n": n,
         "is_transpose": is_transpose,
         "perf_mode": "double_row" if double else "none",
-        "dtype": stationary.dtype,
-        "tile": tile,
         "onezero": is_stationary_onezero or is_moving_onezero,
     }
     if turns:
@@ -244,16 +241,7 @@ def nc_transpose(call: Call, dst: Any, data: Any, engine: Any = engine.unknown) 
             "fp8 data comes out of TensorE in 16-bit elements: give dst a last dimension of 2 and "
             "pass its element 0",
         )
-    yield {
-        "k": p,
-        "m": f,
-        "n": p,
-        "is_transpose": True,
-        "perf_mode": "none",
-        "dtype": data.dtype,
-        "tile": None,
-        "onezero": False,
-    }
+    yield {"k": p, "m": f, "n": p, "is_transpose": True}
     call.move = lambda values: values.reshape(p, f).T.reshape(dst.shape)
     put(dst, call.move(data.load()), exact=True, product=True)
 
@@ -370,21 +358,12 @@ def nc_matmul_mx(
     k, m, n = stationary.shape[0], stationary.free_size, moving.free_size
     call.need(dst.dtype != "float32" or n <= 4096, "N is at most 4096 in float32")
     check_bank(call, dst, 8)
-    tile = _check_tile(call, k, m, dst, stationary, moving, rows_alone=True)
+    _check_tile(call, k, m, dst, stationary, moving, rows_alone=True)
     for side, view, scale in (
         ("stationary", stationary, stationary_scale), ("moving", moving, moving_scale),
     ):  # fmt: skip
         _check_scales(call, f"{side}_scale", view, scale)
-    yield {
-        "k": k,
-        "m": m,
-        "n": n,
-        "is_transpose": False,
-        "perf_mode": "mx",
-        "dtype": stationary.dtype,
-        "tile": tile,
-        "onezero": False,
-    }
+    yield {"k": k, "m": m, "n": n, "perf_mode": "mx"}
     rows = scale_rows(k)
     sides = []
     for view, scale in ((stationary, stationary_scale), (moving, moving_scale)):
