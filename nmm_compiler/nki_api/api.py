@@ -26,14 +26,6 @@ VERSIONS = table.VERSIONS
 MODULES = ("nki", "nki.isa", "nki.language", "nki.collectives")
 
 
-def known_version(version: str) -> str:
-    """Return `version` ("0.6" or "0.6.0") as a member of VERSIONS, or raise UnknownNameError."""
-    short = ".".join(str(version).split(".")[:2])
-    if short not in VERSIONS:
-        raise UnknownNameError("NKI version", version, VERSIONS)
-    return short
-
-
 def before(version: str, other: str) -> bool:
     """Return whether NKI `version` is older than `other`."""
     mine, theirs = (tuple(map(int, name.split("."))) for name in (version, other))
@@ -57,11 +49,13 @@ def _adjusted(function: Function, version: str) -> Function:
 
 @functools.cache
 def api(version: str = API_VERSION) -> Api:
-    """Return the API of an NKI version; "0.7" is 0.6 with what its pages add and remove.
+    """Return the API of an NKI version, "0.6" or "0.6.0"; 0.7 is 0.6 with what its pages change.
 
     Raises UnknownNameError for a version outside VERSIONS.
     """
-    version = known_version(version)
+    version, given = ".".join(str(version).split(".")[:2]), version
+    if version not in VERSIONS:
+        raise UnknownNameError("NKI version", given, VERSIONS)
     functions = [f for module, text in table.FUNCTIONS.items() for f in entries(module, text)]
     values = {f"nki.{n}" for n in table.TOP_VALUES.split()} | set(table.CLASSES.split())
     own = {"nki.isa": ISA, "nki.language": LANGUAGE, "nki.collectives": COLLECTIVES}

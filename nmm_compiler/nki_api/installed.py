@@ -23,18 +23,15 @@ def beta_1_version() -> str | None:
     Neuron SDKs up to 2.27 ship it; a neuronx-cc of a later one has no such module.
     """
     found = version("neuronx-cc")
-    return found if found is not None and _has_beta_1() else None
+    if found is None or "neuronxcc.nki" in sys.modules:
+        return found
+    spec = importlib.util.find_spec("neuronxcc")
+    places = (spec.submodule_search_locations or ()) if spec is not None else ()
+    here = any((Path(place) / "nki" / "__init__.py").is_file() for place in places)
+    return found if here else None
 
 
 @functools.cache
 def beta_1_only() -> bool:
     """Return whether the only NKI of this machine is Beta 1; looked up once per process."""
     return version("nki") is None and beta_1_version() is not None
-
-
-def _has_beta_1() -> bool:
-    if "neuronxcc.nki" in sys.modules:
-        return True
-    spec = importlib.util.find_spec("neuronxcc")
-    places = (spec.submodule_search_locations or ()) if spec is not None else ()
-    return any((Path(place) / "nki" / "__init__.py").is_file() for place in places)

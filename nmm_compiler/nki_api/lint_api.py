@@ -182,7 +182,14 @@ def _member(node: ast.AST, owner: str, name: str, api: Api) -> Iterator[Finding]
 
 def _values(node: ast.Call, path: str, given: dict[str, ast.expr]) -> Iterator[Finding]:
     for parameter, value in given.items():
-        yield from _member_argument(parameter, value)
+        enum = table.ENUM_PARAMETERS.get(parameter)
+        constant = value.value if isinstance(value, ast.Constant) else None
+        if enum is not None and isinstance(constant, str):  # not documented
+            yield at(value, "W116", parameter, constant, enum)
+        elif enum is not None and isinstance(constant, int):  # refused since 0.3
+            yield at(value, "E116", parameter, constant, enum)
+        elif parameter == "buffer" and isinstance(constant, str):
+            yield at(value, "E116 buffer", constant)
     if path in table.NOT_ON_DEVICE:
         yield at(node, "E118", path, table.NOT_ON_DEVICE[path])
     if path == "nki.language.matmul":
@@ -228,18 +235,6 @@ def _unknown_argument(keyword: ast.keyword, name: str, function: Function, api: 
     if since is not None:
         return at(keyword, "E117", function.name, name, since, api.version)
     return at(keyword, "E111", function, name, nearest)
-
-
-def _member_argument(parameter: str, value: ast.expr) -> Iterator[Finding]:
-    """E116, W116: a number or a text where an enumeration has a member."""
-    given = value.value if isinstance(value, ast.Constant) else None
-    enum = table.ENUM_PARAMETERS.get(parameter)
-    if enum is not None and isinstance(given, (int, str)):
-        # Integers are refused since 0.3; strings are not documented.
-        code = "W116" if isinstance(given, str) else "E116"
-        yield at(value, code, parameter, given, enum)
-    elif parameter == "buffer" and isinstance(given, str):
-        yield at(value, "E116 buffer", given)
 
 
 def is_beta_1(tree: ast.Module) -> bool:

@@ -21,7 +21,7 @@ from nmm_compiler.nki_api import table
 from nmm_compiler.nki_api.api import Api, before
 from nmm_compiler.nki_api.api import api as documented
 from nmm_compiler.nki_api.lint_api import Finding, arguments, at
-from nmm_compiler.nki_api.lint_names import FunctionNode, Names, called_in, in_order
+from nmm_compiler.nki_api.lint_names import FunctionNode, Names, called_in, in_order, is_read
 from nmm_compiler.simulator.isa.names import INSTRUCTIONS
 from nmm_compiler.simulator.isa.operands import DMA_MEMORIES
 
@@ -318,7 +318,8 @@ def _partitions(node: ast.Call, path: str, names: Names) -> Iterator[Finding]:
 
 def _outputs(names: Names) -> Iterator[Finding]:
     """E302: returned tensors that are not in shared HBM."""
-    for kernel in names.entry_kernels():
+    used = {names.definition(node) for node in names.kernel_nodes if is_read(node)}
+    for kernel in [kernel for kernel in names.kernels if kernel not in used]:
         for node in _own_returns(kernel):
             value = node.value
             outputs = value.elts if isinstance(value, (ast.Tuple, ast.List)) else [value]

@@ -115,11 +115,6 @@ class Names:
         known = hasattr(builtins, node.id) or node.id in _MODULE_NAMES
         return not (known or self.bindings(node) or self.lookup("*", self.scope_of[node]))
 
-    def entry_kernels(self) -> list[FunctionNode]:
-        """Return the kernels that no other kernel code of this file uses."""
-        used = {self.definition(node) for node in self.kernel_nodes if is_read(node)}
-        return [kernel for kernel in self.kernels if kernel not in used]
-
     def above(self, node: ast.AST) -> Iterator[ast.AST]:
         """Yield the nodes around `node`, innermost first."""
         while node in self.parent:
