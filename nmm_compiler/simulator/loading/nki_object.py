@@ -25,15 +25,14 @@ class NKIObject:
         names = [f.name for f in fields if f.init] or list(dict.fromkeys(notes))
         if len(args) > len(names):
             raise TypeError(f"{made.__name__} takes {len(names)} fields, got {len(args)}")
-        values = {**dict(zip(names, args, strict=False)), **kwargs}
-        for name in values if fields else ():
+        for name in kwargs if fields else ():
             if name not in names and not hasattr(made, name):
                 raise TypeError(f"{made.__name__} has no field {name!r}")
+        values = {name: getattr(made, name, None) for name in names}
         for field in fields:
-            if field.name not in values and field.default_factory is not dataclasses.MISSING:
+            if field.default_factory is not dataclasses.MISSING:
                 values[field.name] = field.default_factory()
-        for name in names:
-            values.setdefault(name, getattr(made, name, None))
+        values |= {**dict(zip(names, args, strict=False)), **kwargs}
         for name, value in values.items():
             object.__setattr__(self, name, value)
         self.__post_init__()
