@@ -52,6 +52,7 @@ from nmm_compiler.simulator.isa.enums import matmul_perf_mode
 from nmm_compiler.simulator.language.base import ndarray, psum, sbuf, shared_identity_matrix
 from nmm_compiler.simulator.language.functions import NAMES as LANGUAGE
 from nmm_compiler.simulator.language.functions import reduced_shape
+from nmm_compiler.simulator.machine import current
 from nmm_compiler.simulator.signatures import Function
 from nmm_compiler.simulator.tensors import dtypes
 from nmm_compiler.simulator.tensors.dtypes import DType
@@ -338,7 +339,7 @@ def product(
     shape = (math.prod(left.shape[first:]), *right.shape[first:])
     kind = left.kind if flags.get("is_transpose") else dtypes.float32
     left_part, right_part, box = _matmul_parts(left, right, box_of(mask, shape), first)
-    machine = session().machine
+    machine = current()
 
     def add(dst: NkiTensor, _: Part, **how: Any) -> None:
         a, b = in_sbuf(left.tile(left_part)), in_sbuf(right.tile(right_part))

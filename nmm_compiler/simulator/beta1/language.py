@@ -59,6 +59,7 @@ from nmm_compiler.simulator.isa.gather import FP32_MIN
 from nmm_compiler.simulator.language import base
 from nmm_compiler.simulator.language.base import MemoryRegion, psum, sbuf, tile_size
 from nmm_compiler.simulator.language.functions import NAMES as CURRENT
+from nmm_compiler.simulator.machine import current
 from nmm_compiler.simulator.signatures import Function
 from nmm_compiler.simulator.tensors import dtypes
 from nmm_compiler.simulator.tensors.tensor import NkiTensor, kind_of
@@ -99,7 +100,7 @@ def _shape(shape: Any) -> tuple[Shape, int]:
     marked = [d for d, size in enumerate(given) if isinstance(size, par_dim)]
     if len(marked) > 1:
         raise fail(OperandError, f"shape {given} has {len(marked)} partition dimensions")
-    return base.sizes_of(session().machine, "", given), marked[0] if marked else 0
+    return base.sizes_of("", given), marked[0] if marked else 0
 
 
 def _created(
@@ -182,7 +183,8 @@ def shared_constant(constant: Any, dtype: Any = None) -> Tensor:
 @_named
 def shared_identity_matrix(n: int, dtype: Any = np.uint8) -> Tensor:
     """Return an identity matrix in HBM."""
-    return Tensor.of(base.identity(session().flush().machine, int(n), kind_of(dtype)))
+    session().flush()
+    return Tensor.of(base.identity(current(), int(n), kind_of(dtype)))
 
 
 # Loads and stores
@@ -241,7 +243,7 @@ def load_transpose2d(src: Any, *, mask: Any = None, dtype: Any = None) -> Tensor
             OperandError,
             f"nl.load_transpose2d of {src!r}; it takes 2-D tensors without run-time indices",
         )
-    by_dma = session().machine.target.dma_transposes and source.kind.item_bytes == 2
+    by_dma = current().target.dma_transposes and source.kind.item_bytes == 2
     turn = functools.partial(turned_by_dma, axes=(1, 0)) if by_dma else _turned_by_products
     return result(
         (source.shape[1], source.shape[0]), asked(dtype, source.kind),

@@ -62,7 +62,7 @@ def _entry(function: Function, grid: Grid, checked: bool) -> Function:
 
     @functools.wraps(function)
     def entry(*args: Any, **kwargs: Any) -> Any:
-        now = session()
+        now, machine = session(), current()
         given = inspect.signature(function).bind(*args, **kwargs)
         for name, value in given.arguments.items() if checked else ():
             annotation = given.signature.parameters[name].annotation
@@ -71,11 +71,11 @@ def _entry(function: Function, grid: Grid, checked: bool) -> Function:
         tensors = _each(lambda v: Tensor.of(v) if isinstance(v, NkiTensor) else v, (args, kwargs))
         returned: Any = None
         now.grid = tuple(map(len, grid))
-        every, core = itertools.product(*map(range, now.grid)), now.machine.program_id
+        every, core = itertools.product(*map(range, now.grid)), machine.program_id
         mine = [program for program in every if sum(map(getitem, grid, program)) == core]
         for program in mine:
             now.program = program
-            now.machine.programs.begin(now.machine)
+            machine.programs.begin(machine)
             returned = function(*tensors[0], **tensors[1])
             now.flush()
         with place_instructions(defined_at(function)):

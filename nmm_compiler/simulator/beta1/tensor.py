@@ -45,7 +45,7 @@ from nmm_compiler.simulator.beta1.index import (
 from nmm_compiler.simulator.isa.elementwise import memset, tensor_copy
 from nmm_compiler.simulator.isa.operands import same_view
 from nmm_compiler.simulator.language.base import ndarray, psum, sbuf
-from nmm_compiler.simulator.machine import Machine, current, kernel_frame, place_instructions
+from nmm_compiler.simulator.machine import current, kernel_frame, place_instructions
 from nmm_compiler.simulator.tensors.dtypes import DType
 from nmm_compiler.simulator.tensors.elements import mark, poisoned_values
 from nmm_compiler.simulator.tensors.registers import DynamicSlice, Indirection, whole
@@ -100,7 +100,7 @@ class Pending:
 
 @dataclasses.dataclass
 class Session:
-    """State of one program of a Beta 1 kernel, beside the machine's.
+    """State of one program of a Beta 1 kernel, beside its machine's.
 
     program, grid: this program's place in the launch grid.
     lent: results that took the tile that they were assigned to, while the kernel holds them; by
@@ -110,7 +110,6 @@ class Session:
     read_only: names of parameters that the kernel may not write, by storage.
     """
 
-    machine: Machine
     pending: Tensor | None = None
     program: Shape = ()
     grid: Shape = ()
@@ -143,7 +142,7 @@ def session() -> Session:
     """Return the session of the running program."""
     machine = current()
     if machine.dialect is None:
-        machine.dialect = Session(machine)
+        machine.dialect = Session()
     return machine.dialect
 
 

@@ -125,7 +125,7 @@ def ndarray(
         shape = tuple(shape) if not isinstance(shape, int) else (shape,)
     for size in shape:
         if size.__class__ is not int or size < 1:
-            shape = sizes_of(machine, name, shape)
+            shape = sizes_of(name, shape)
             break
     if memory != "hbm":
         if len(shape) == 1:
@@ -178,17 +178,15 @@ def _names(text: str) -> dict[int, str]:
     return names
 
 
-def sizes_of(machine: Machine, name: str, shape: tuple[Any, ...]) -> tuple[int, ...]:
+def sizes_of(name: str, shape: tuple[Any, ...]) -> tuple[int, ...]:
     """Return the sizes of a shape as integers of at least 1."""
-    sizes = []
+    machine, sizes = current(), [0 if size is None else size for size in map(whole, shape)]
     for value in shape:
-        size = whole(value)
         machine.need(
-            size is not None,
+            whole(value) is not None,
             f"size {value!r} ({type(value).__name__}) in a shape; use an int",
             OperandError,
         )
-        sizes.append(size or 0)
     machine.need(
         min(sizes) > 0,
         f"tensor {name!r} of shape {shape}; every size must be at least 1",
