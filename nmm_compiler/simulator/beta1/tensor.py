@@ -260,7 +260,21 @@ class Tensor:
         if len(given) > rank:
             raise fail(OperandError, f"{len(keys)} indices into {self!r}")
         if any(isinstance(k, (Index, Tensor, Affine)) for k in keys):
-            return self._part(_expressions(self, keys))
+            if any(k is None or isinstance(k, (slice, DynamicSlice)) for k in keys):
+                raise fail(
+                    OperandError,
+                    "slices, or too few indices, beside index expressions in an index of "
+                    f"{self!r} (err_unsupported_mixing_basic_advanced_tensor_indexing); give one "
+                    "expression for each dimension",
+                )
+            lines = [_line(self, k, dim) for dim, k in enumerate(keys)]
+            if max(len(line.shape) for line in lines) < 2:
+                raise fail(
+                    OperandError,
+                    f"a 1-D nl.arange as index of {self!r} (err_1d_arange_not_supported); add an "
+                    "axis, nl.arange(n)[:, None], or use a slice",
+                )
+            return self._part(lines)
         if all(k.__class__ is slice and k == slice(None) for k in keys):
             self.tile(False)
             return Tensor(self.shape, self.kind, self.memory, self.place, self.outside)
@@ -268,8 +282,8 @@ class Tensor:
         if self.memory == "hbm" and any(map(_leaves, spans, self.shape)):
             # a mask has to cut it: each slice has an axis of its own
             axes = iter(mgrid[tuple(span for span in spans if isinstance(span, slice))])
-            lines = [next(axes) if isinstance(span, slice) else span for span in spans]
-            return self._part([_line(self, key, dim) for dim, key in enumerate(lines)])
+            given = [next(axes) if isinstance(span, slice) else span for span in spans]
+            return self._part([_line(self, k, dim) for dim, k in enumerate(given)])
         view, axis = self.tile()[tuple(given)], 0
         for k in keys:
             if k is None:
@@ -477,25 +491,6 @@ def _number(tensor: Tensor, key: Any, dim: int) -> int:
             "(err_tensor_access_out_of_bound)",
         )
     return number % size
-
-
-def _expressions(tensor: Tensor, keys: list[Any]) -> list[Affine]:
-    """Return affine indices, some with a run-time tile, after their rules."""
-    if any(k is None or isinstance(k, (slice, DynamicSlice)) for k in keys):
-        raise fail(
-            OperandError,
-            f"slices, or too few indices, beside index expressions in an index of {tensor!r} "
-            "(err_unsupported_mixing_basic_advanced_tensor_indexing); give one expression for each "
-            "dimension",
-        )
-    lines = [_line(tensor, k, dim) for dim, k in enumerate(keys)]
-    if max(len(line.shape) for line in lines) < 2:
-        raise fail(
-            OperandError,
-            f"a 1-D nl.arange as index of {tensor!r} (err_1d_arange_not_supported); add an axis, "
-            "nl.arange(n)[:, None], or use a slice",
-        )
-    return lines
 
 
 def _line(tensor: Tensor, key: Any, dim: int) -> Affine:

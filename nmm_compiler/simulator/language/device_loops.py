@@ -50,29 +50,21 @@ class _Turn:
 
     def note(self, what: str, values: tuple[Any, ...]) -> None:
         """Compare an instruction and its arguments with the first turn's."""
-        body, issued = self.body, (what, self._same(values))
-        if not body.known:
-            body.issued.append((*issued, kernel_frame()[1]))
-        elif self.place >= len(body.issued) or body.issued[self.place][:2] != issued:
-            self._refuse(what)
-        self.place += 1
-
-    def end(self) -> None:
-        """Refuse a turn that issued less than the first one."""
-        self.note("nothing more", ())
-        self.body.known = True
-
-    def _refuse(self, what: str) -> None:
-        name, _, line = self.body.issued[min(self.place, len(self.body.issued) - 1)]
-        other = " with other arguments" if name == what else ""
-        self.machine.rule(
-            HazardError,
-            f"a turn of a loop on the device issues {what} where the first turn issued {name} of "
-            f"line {line}{other}; the "
-            "device's compiler traces the body once, so nothing in it may change from turn to turn "
-            "but what goes through registers: keep counts in a register or a tile, or write a "
-            "Python for loop, which is unrolled",
-        )
+        known, issued = self.body.issued, (what, self._same(values))
+        place, self.place = self.place, self.place + 1
+        if not self.body.known:
+            known.append((*issued, kernel_frame()[1]))
+        elif place >= len(known) or known[place][:2] != issued:
+            name, _, line = known[min(place, len(known) - 1)]
+            other = " with other arguments" if name == what else ""
+            self.machine.rule(
+                HazardError,
+                f"a turn of a loop on the device issues {what} where the first turn issued {name} "
+                f"of line {line}{other}; the "
+                "device's compiler traces the body once, so nothing in it may change from turn to "
+                "turn but what goes through registers: keep counts in a register or a tile, or "
+                "write a Python for loop, which is unrolled",
+            )
 
     def _number(self, identity: int) -> Any:
         """Return the number of what the turn, or an outer one, has made, else the identity."""
@@ -143,7 +135,8 @@ class _Loop:
         trace.loop_edges.append(first)
         machine.turn = running = _Turn(machine, self.body, self.outer)
         yield
-        running.end()
+        running.note("nothing more", ())  # no turn may issue less than the first one
+        self.body.known = True
         machine.turn = self.outer
         stop = len(machine.instructions)
         trace.loop_edges.append(stop)
