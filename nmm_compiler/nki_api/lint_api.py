@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 from nmm_compiler.errors import closest
@@ -108,11 +109,8 @@ def at(node: ast.AST, said: str, *values: object) -> Finding:
 
 def arguments(node: ast.Call, function: Function) -> dict[str, ast.expr]:
     """Return the arguments of a call by name, up to a starred one."""
-    given: dict[str, ast.expr] = {}
-    for name, value in zip(function.parameters, node.args, strict=False):
-        if isinstance(value, ast.Starred):
-            break
-        given[name] = value
+    plain = itertools.takewhile(lambda value: not isinstance(value, ast.Starred), node.args)
+    given = dict(zip(function.parameters, plain, strict=False))
     return given | {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
 
 

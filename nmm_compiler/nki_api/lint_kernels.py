@@ -176,10 +176,9 @@ def _is_register(node: ast.expr | None, names: Names) -> bool:
 def _device_loop(node: ast.Call, path: str, names: Names, api: Api) -> Iterator[Finding]:
     """E216-E221: fori_loop and while_loop."""
     loop = path.removeprefix("nki.language.")
-    for around in names.above(node):
-        for item in around.items if isinstance(around, ast.With) else ():
-            if names.calls(item.context_expr, "nki.language.no_reorder"):
-                yield at(node, "E216", loop)
+    held = (item for around in names.above(node) for item in getattr(around, "items", ()))
+    if any(names.calls(item.context_expr, "nki.language.no_reorder") for item in held):
+        yield at(node, "E216", loop)
     given = _given(node, path)
     step = given.get("step")
     if step is not None and re.fullmatch(r"0|-\d+", ast.unparse(step)):
@@ -197,7 +196,11 @@ def _device_loop(node: ast.Call, path: str, names: Names, api: Api) -> Iterator[
     if loop == "fori_loop":
         for statement in returned:
             yield at(statement, "E217 value", body.name)
-        yield from _loop_variable(body)
+        variable = body.args.args[0].arg if body.args.args else None
+        sums = (inner for inner in ast.walk(body) if isinstance(inner, ast.BinOp))
+        for inner in sums:
+            if any(isinstance(o, ast.Name) and o.id == variable for o in (inner.left, inner.right)):
+                yield at(inner, "E219", variable)
     elif not returned:
         yield at(body, "E217", body.name)
 
@@ -240,14 +243,6 @@ def _changed_collection(node: ast.AST) -> ast.expr | None:
     return node.value if isinstance(node, ast.Subscript) and stores else None
 
 
-def _loop_variable(body: ast.FunctionDef) -> Iterator[Finding]:
-    variable = body.args.args[0].arg if body.args.args else None
-    for node in ast.walk(body):
-        operands = [node.left, node.right] if isinstance(node, ast.BinOp) else []
-        if any(isinstance(o, ast.Name) and o.id == variable for o in operands):
-            yield at(node, "E219", variable)
-
-
 def _own_returns(function: FunctionNode) -> list[ast.Return]:
     inside = (node for statement in function.body for node in in_order(statement))
     return [node for node in inside if isinstance(node, ast.Return)]
@@ -279,7 +274,7 @@ def _allocation(node: ast.expr | None, names: Names) -> Tile:
     path = (names.resolve(node.func) or "") if isinstance(node, ast.Call) else ""
     if not isinstance(node, ast.Call) or path not in _ALLOCATORS:
         return Tile()
-    if any(k.arg is None for k in node.keywords):
+    if any(keyword.arg is None for keyword in node.keywords):
         return Tile()
     given = _given(node, path)
     memory: str | None = "sbuf"  # the documented default
@@ -301,10 +296,10 @@ def _operands(node: ast.Call, path: str, names: Names) -> Iterator[Finding]:
             else:
                 wanted = " or ".join(known.upper() for known in memories)
                 yield at(given[role], "E303" if by_dma else "E306", role, op, wanted, memory)
-    value = given.get("value") if op == "memset" else None
-    real = isinstance(value, ast.Constant) and isinstance(value.value, float)
-    if value is not None and real and _tile_of(given.get("dst"), names).dtype in _INTEGERS:
-        yield at(value, "E304", ast.unparse(value))
+    match given.get("value"):
+        case ast.Constant(float()) as value if op == "memset":
+            if _tile_of(given.get("dst"), names).dtype in _INTEGERS:
+                yield at(value, "E304", ast.unparse(value))
 
 
 def _partitions(node: ast.Call, path: str, names: Names) -> Iterator[Finding]:
