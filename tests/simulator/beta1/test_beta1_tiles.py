@@ -169,6 +169,14 @@ EXACTLY = {
         return out(t)
         """, (A,), (np.full((128, 256), 3, np.float32),),
     ),
+    "a function of several instructions is skipped by its mask": (
+        """
+        t = nl.load(a)
+        for i in nl.sequential_range(2):
+            t[...] = nl.trunc(t, mask=(i < 0))
+        return out(t)
+        """, (A,), (A,),
+    ),
     "the quotient of a flat index of one row is one number, so that it stays affine": (
         """
         i_p, flat = nl.arange(128)[:, None], 256 + nl.arange(64)[None, :]
