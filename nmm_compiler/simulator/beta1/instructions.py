@@ -291,10 +291,9 @@ def _reduced(
 
 
 def _gathered(
-    name: str, src_buffer: Any, index: Any, num_elem_per_idx: Any, num_valid_indices: Any, mask: Any
+    name: str, src_buffer: Any, index: Any, num_elem_per_idx: Any, num_valid_indices: Any
 ) -> Tensor:
     """Return (partitions, indices, elements): local_gather."""
-    no_mask(name, mask)
     data, places = tensor(name, "src_buffer", src_buffer), tensor(name, "index", index)
     width, count = int(num_elem_per_idx), num_valid_indices
     count = math.prod(places.shape[1:]) * 16 if count is None else int(count)
@@ -427,8 +426,7 @@ def turned_by_dma(dst: NkiTensor, view: NkiTensor, axes: Any) -> None:
     through(dst, view.dtype, sbuf, ISSUE["dma_transpose"], view, axes)
 
 
-def _dma_transposed(name: str, src: Any, axes: Any, mask: Any, dtype: Any) -> Tensor:
-    no_mask(name, mask)
+def _dma_transposed(name: str, src: Any, axes: Any, dtype: Any) -> Tensor:
     source = tensor_anywhere(name, "src", src)
     order = TURNED.get(len(source.shape), (1, 0))
     axes = axes if axes is None else tuple(axes)
@@ -494,9 +492,8 @@ def _selected(
     return result(tile.shape, asked(dtype, tile.kind), issue, mask=mask, only=("sbuf",))
 
 
-def _expression(name: str, expr: Any, dtype: Any, mask: Any) -> Tensor:
+def _expression(name: str, expr: Any, dtype: Any) -> Tensor:
     """Return the values of an index expression: iota."""
-    no_mask(name, mask)
     number = as_number(expr)
     if number is None and (not isinstance(expr, Index) or expr.ndim < 2):
         raise fail(
@@ -510,9 +507,8 @@ def _expression(name: str, expr: Any, dtype: Any, mask: Any) -> Tensor:
     )  # fmt: skip
 
 
-def filled(name: str, shape: Any, value: Any, dtype: Any, mask: Any, **given: Any) -> Tensor:
+def filled(name: str, shape: Any, value: Any, dtype: Any, **given: Any) -> Tensor:
     """Return a tile of a constant: memset."""
-    no_mask(name, mask)
     kind, sizes = kind_of(dtype), tuple(map(int, shape))
     return result(
         sizes if len(sizes) > 1 else (*sizes, 1), kind,
@@ -520,16 +516,24 @@ def filled(name: str, shape: Any, value: Any, dtype: Any, mask: Any, **given: An
     )  # fmt: skip
 
 
-def no_mask(name: str, mask: Any) -> None:
-    """Refuse a mask that the instruction does not support."""
-    if mask is not None and mask is not True:
-        raise fail(UnsupportedInstructionError, f"{name} with a mask; index the part that is meant")
+def _unmasked(body: Body) -> Body:
+    """Return the body of an instruction that supports no mask."""
+
+    def call(name: str, mask: Any = None, **given: Any) -> Any:
+        if mask is not None and mask is not True:
+            raise fail(
+                UnsupportedInstructionError, f"{name} with a mask; index the part that is meant"
+            )
+        return body(name, **given)
+
+    return call
 
 
 _OWN: dict[str, Body] = {
-    "tensor_reduce": _reduced, "local_gather": _gathered, "nc_matmul": product,
-    "nc_transpose": transposed, "dma_transpose": _dma_transposed, "dma_copy": dma_copied,
-    "affine_select": _selected, "iota": _expression, "memset": filled,
+    "tensor_reduce": _reduced, "local_gather": _unmasked(_gathered), "nc_matmul": product,
+    "nc_transpose": transposed, "dma_transpose": _unmasked(_dma_transposed), "dma_copy": dma_copied,
+    "affine_select": _selected, "iota": _unmasked(_expression),
+    "memset": _unmasked(filled),
 }  # fmt: skip
 
 

@@ -223,7 +223,7 @@ def store(dst: Any, value: Any, *, mask: Any = None) -> None:
     if box is False:
         return
     if number is not None:
-        value = filled("nl.store", target.shape, number, target.kind, None)
+        value = filled("nl.store", target.shape, number, target.kind)
     source = tensor("nl.store", "value", value)
     flat = box is True and math.prod(source.shape) == math.prod(target.shape)
     view = source.tile() if flat else stretched(source, target.shape, "nl.store", box)
