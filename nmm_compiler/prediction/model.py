@@ -20,9 +20,10 @@ from nmm_compiler.report.parts import Grid, Part, Section
 from nmm_compiler.report.parts import Line as Text
 from nmm_compiler.report.shown import Shown
 
+_BYTES, _PRODUCTS = "bytes at the full rate", "products beyond the bytes"  # the bounds
 STEPS = (
-    "bytes at the full rate",
-    "products beyond the bytes",
+    _BYTES,
+    _PRODUCTS,
     "kernels above their bound",
     "vector work, copies",
     "gaps between programs and launches",
@@ -30,7 +31,6 @@ STEPS = (
     "collectives",
 )
 """The parts of the time of a pass, in the order in which a waterfall shows them."""
-_BOUNDS = 2  # the first steps are bounds
 _KINDS = {
     "kernel": STEPS[2], "attention": STEPS[2], "gaps": STEPS[4], "call": STEPS[5],
     "all_reduce": STEPS[6], "all_gather": STEPS[6],
@@ -65,14 +65,16 @@ class Line(Record):
         return self.calls * self.each_us
 
     @property
-    def steps(self) -> tuple[float, ...]:
-        """Microseconds in each of STEPS. Only kernels and attention have a bound, which is exact;
-        what their times may be wrong by is in the step above it. Other work counts in one step."""
-        bounds = (self.bytes_us, self.floor_us - self.bytes_us)
-        name = _KINDS.get(self.kind, STEPS[3])
-        rest = self.each_us - self.floor_us
-        others = (rest if step == name else 0.0 for step in STEPS[_BOUNDS:])
-        return tuple(self.calls * us for us in (*bounds, *others))
+    def steps(self) -> dict[str, float]:
+        """Microseconds in each of STEPS that it has. Only kernels and attention have a bound, which
+        is exact; what their times may be wrong by is in the step above it."""
+        above = _KINDS.get(self.kind, STEPS[3])
+        each = {
+            _BYTES: self.bytes_us,
+            _PRODUCTS: self.floor_us - self.bytes_us,
+            above: self.each_us - self.floor_us,
+        }
+        return {name: self.calls * us for name, us in each.items() if us}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +107,22 @@ class Phase(Record):
     def steps(self) -> tuple[Step, ...]:
         """The steps from the bytes of the pass to its time, those of nothing left out; they sum
         to the time."""
-        each = (_step(i, self.lines) for i in range(len(STEPS)))
-        return tuple(step for step in each if abs(step.us) > 1e-9 * self.us)
+        made = []
+        for name in STEPS:
+            parts = [line for line in self.lines if line.steps.get(name)]
+            us = sum(line.steps[name] for line in parts)
+            if not abs(us) > 1e-9 * self.us:
+                continue
+            sources: tuple[str, ...] = ("target's rates",)
+            band = (0.0, 0.0)
+            if name not in (_BYTES, _PRODUCTS):
+                sources = tuple(sorted({line.source for line in parts}))
+                below, above = (
+                    sum(line.us * line.error_band[side] for line in parts) / us for side in (0, 1)
+                )
+                band = (max(below, -1.0), above)  # no step takes less than nothing
+            made.append(Step(name=name, us=us, sources=sources, error_band=band))
+        return tuple(made)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain JSON data, and the steps, which follow from the lines."""
@@ -125,20 +141,6 @@ class Phase(Record):
         for line in self.lines:
             made[key(line)] = made.get(key(line), 0.0) + line.us
         return made
-
-
-def _step(i: int, lines: Sequence[Line]) -> Step:
-    parts = [line for line in lines if line.steps[i]]
-    us = sum(line.steps[i] for line in parts)
-    if i < _BOUNDS:
-        return Step(name=STEPS[i], us=us, sources=("target's rates",), error_band=(0.0, 0.0))
-    below, above = (
-        sum(line.us * line.error_band[side] for line in parts) / us if us else 0.0
-        for side in (0, 1)
-    )
-    below = max(below, -1.0)  # no step takes less than nothing
-    sources = tuple(sorted({line.source for line in parts}))
-    return Step(name=STEPS[i], us=us, sources=sources, error_band=(below, above))
 
 
 # How much less and more than predicted the published runs took (`make bench-models`). Decodes with
@@ -293,7 +295,8 @@ class ModelPrediction(Shown, Record):
                 f"tp {self.tp}, "
                 f"{self.lnc} physical core{'s' * (self.lnc > 1)} each, weights {self.weights}; "
                 f"{self.parameters / 1e9:.2f} G parameters"
-                + (f", ranks {_ranks(self.ranks)}" if self.ranks else "")
+                + (f", ranks {', '.join(map(str, self.ranks[:6]))}" if self.ranks else "")
+                + (f" and {len(self.ranks) - 6} more" if len(self.ranks) > 6 else "")
             ),
             Text(
                 f"memory a core: {memory.weight_bytes / gib:.2f} GiB weights + "
@@ -312,22 +315,8 @@ class ModelPrediction(Shown, Record):
         for phase in self.phases:
             gain = f", {self.gain[phase.name]:.2f}x over dense" if self.gain else ""
             title = f"{phase.name}: {_ms(phase.us)} ms{gain}"
-            made.append(Section(title, tuple(self._phase_parts(phase)), folded=True))
+            made.append(Section(title, (_lines_of(phase), _errors_of(phase)), folded=True))
         return made
-
-    def _phase_parts(self, phase: Phase) -> list[Part]:
-        inside, prefix = _common_layers(phase)
-        rows = [
-            (line.calls, f"{line.each_us:.1f}", f"{line.us / 1e3:.3f}",
-             f"{100 * line.us / phase.us:.0f}", line.kind, line.source,
-             f"{line.module.removeprefix(prefix)}: {line.what}")
-            for line in sorted(phase.lines, key=lambda line: -line.us)
-        ]  # fmt: skip
-        head = ("calls", "us each", "ms", "%", "kind", "source", f"what{inside}")
-        right = ("calls", "us each", "ms", "%")
-        bands = {line.source: line.error_band for line in phase.lines}
-        errors = ", ".join(f"{source} {_percent(band)}" for source, band in sorted(bands.items()))
-        return [Grid.of(head, rows, right), Text(f"errors of such lines: {errors}", "note")]
 
     def waterfall(self) -> list[Part]:
         """Return each phase's steps from bytes to time: a table and bars, with the dense model's
@@ -354,8 +343,13 @@ class ModelPrediction(Shown, Record):
                     rows.append((f"+ {key}", *shown, *told))
         times = tuple(f"{name} ms".strip() for name in models)
         head = ("step", *times, "%", "source", "error")
-        text = "; ".join(_shares(phase) for phase in self.phases)
-        return [Grid.of(head, rows, right=(*times, "%")), bars(drawn, STEPS, "ms", text)]
+        largest = []
+        for phase in self.phases:
+            most = sorted(phase.steps, key=lambda step: -step.us)[:4]
+            said = ", ".join(f"{step.name} {100 * step.us / phase.us:.0f} %" for step in most)
+            largest.append(f"{phase.name}: {said}")
+        chart = bars(drawn, STEPS, "ms", "; ".join(largest))
+        return [Grid.of(head, rows, right=(*times, "%")), chart]
 
     def __repr__(self) -> str:
         return f"<ModelPrediction: {self.name}, {self.headline()}>"
@@ -364,23 +358,30 @@ class ModelPrediction(Shown, Record):
 _PHASE = {"prefill": "to first token", "decode": "per token", "pass": "a pass"}
 
 
-def _shares(phase: Phase) -> str:
-    """Return the largest steps of a phase: the text of its chart."""
-    most = sorted(phase.steps, key=lambda step: -step.us)[:4]
-    said = ", ".join(f"{step.name} {100 * step.us / phase.us:.0f} %" for step in most)
-    return f"{phase.name}: {said}"
-
-
-def _common_layers(phase: Phase) -> tuple[str, str]:
-    """Return how a table's head names the layers, and their prefix, where all layers have one.
+def _lines_of(phase: Phase) -> Grid:
+    """Return the table of a phase's lines; the layers are named in its head, where all are alike.
 
     Paths are never broken, so a prefix that all of them share would widen every row.
     """
     prefixes = {line.module.partition("*.")[0] for line in phase.lines if "*." in line.module}
-    if len(prefixes) != 1:
-        return "", ""
-    (prefix,) = prefixes
-    return f" (layers: in {prefix}*)", f"{prefix}*."
+    prefix, inside = "", ""
+    if len(prefixes) == 1:
+        prefix = f"{prefixes.pop()}*."
+        inside = f" (layers: in {prefix.removesuffix('.')})"
+    rows = [
+        (line.calls, f"{line.each_us:.1f}", f"{line.us / 1e3:.3f}",
+         f"{100 * line.us / phase.us:.0f}", line.kind, line.source,
+         f"{line.module.removeprefix(prefix)}: {line.what}")
+        for line in sorted(phase.lines, key=lambda line: -line.us)
+    ]  # fmt: skip
+    right = ("calls", "us each", "ms", "%")
+    return Grid.of((*right, "kind", "source", f"what{inside}"), rows, right)
+
+
+def _errors_of(phase: Phase) -> Text:
+    bands = {line.source: line.error_band for line in phase.lines}
+    errors = ", ".join(f"{source} {_percent(band)}" for source, band in sorted(bands.items()))
+    return Text(f"errors of such lines: {errors}", "note")
 
 
 def _percent(band: tuple[float, float]) -> str:
@@ -389,8 +390,3 @@ def _percent(band: tuple[float, float]) -> str:
 
 def _ms(us: float) -> str:
     return f"{us / 1e3:.2f}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:6]))
-    return shown + (f" and {len(ranks) - 6} more" if len(ranks) > 6 else "")

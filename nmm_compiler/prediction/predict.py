@@ -121,7 +121,10 @@ def predict(
     if lnc not in range(1, most + 1):
         said = "1 physical core" if most == 1 else "1 or 2 physical cores"
         raise OptionTypeError("lnc", lnc, f"{said} for a logical one of {chip.name}")
-    dtype = _dtype_of(model_or_config) if dtype is None else dtype
+    if dtype is None:  # a module's own, bfloat16 for what has none yet
+        parameters = model_or_config.parameters() if isinstance(model_or_config, nn.Module) else ()
+        first = next((p.dtype for p in parameters if p.is_floating_point()), torch.bfloat16)
+        dtype = str(first).removeprefix("torch.")
     weights = dtype if weights is None else weights
     for kind, value, known in (
         ("dtype", dtype, DTYPES),
@@ -157,13 +160,6 @@ def predict(
         return before
     low = {"ratio": ratio, "rank": rank, "include": include, "exclude": exclude}
     return made(given, low if wanted else None, before)
-
-
-def _dtype_of(model: Any) -> str:
-    """Return the dtype of a module's first parameter; bfloat16 for what has none yet."""
-    parameters = model.parameters() if isinstance(model, nn.Module) else iter(())
-    first = next((p.dtype for p in parameters if p.is_floating_point()), torch.bfloat16)
-    return str(first).removeprefix("torch.")
 
 
 @dataclass
@@ -222,10 +218,19 @@ def _prediction(
             del kept[next(iter(kept))]
     prepared = kept[key]
     model = prepared.model
-    head = _head(model)
+    output = getattr(model.module, "get_output_embeddings", lambda: None)()
+    heads = [name for name, one in model.module.named_modules() if one is output]
+    head = heads[0] if heads else ""
     asked = model_phases(model, setting, inputs)
     layers = sum(map(len, model.layers.values()))
     inside = norms and STACKS[machine.stack].kernels == "ours"
+    # three tensors of the widest linear; a head that generates computes one token of each sequence
+    once = head if _generates(model.module) else None
+    widths = [
+        (1 if name == once else setting["prompt"]) * linear.out_features
+        for name, linear in model.module.named_modules()
+        if isinstance(linear, nn.Linear)
+    ]
     phases = []
     for one in asked:
         pieces = routed(prepared.pieces(one, named, machine, inside), routing, prepared.shared)
@@ -245,7 +250,7 @@ def _prediction(
         memory=Memory(
             weight_bytes=_weight_bytes(model, dtype, machine, head),
             cache_bytes=max(one.cache_bytes() for one in asked),
-            activation_bytes=_activation_bytes(model, setting, dtype, head),
+            activation_bytes=3 * setting["batch"] * max(widths, default=0) * item_bytes(dtype),
             capacity_bytes=machine.target.hbm_bytes * machine.lnc,
         ),
         price=machine.price,
@@ -255,22 +260,11 @@ def _prediction(
 
 
 def prepare(given: Any, low: Mapping[str, Any] | None, dtype: str, tp: int) -> Prepared:
-    """Return one core's share of one of each kind of layer; low: what `compress` is given."""
+    """Return one core's share of one of each kind of layer; low: what `compress` is given.
+
+    Raises ModelError for weights that are not traced, and for those that `shard` does not cut.
+    """
     model = meta_model(given, getattr(torch, dtype))
-    _refuse_packed(model, tp)
-    if low is not None:
-        _compress(model, low)
-    ranks = tuple(sorted(set(SavedLayers.of(model.module).ranks.values()) - {0}))
-    parameters = count_parameters(model.module)
-    shared = experts_as_calls(model, tp)
-    shorten(model)
-    shard(model, tp)
-    sum_shared_once(model, tp)
-    return Prepared(model, ranks, parameters, shared)
-
-
-def _refuse_packed(model: MetaModel, tp: int) -> None:
-    """Raise ModelError for weights that are not traced, and for those that `shard` does not cut."""
     for name, module in model.module.named_modules():
         packed = isinstance(module, QuantizedLinear) and (module.format != "fp8" or tp > 1)
         if packed or isinstance(module, StackedBase):
@@ -279,16 +273,16 @@ def _refuse_packed(model: MetaModel, tp: int) -> None:
                 "are not predicted, those of fp8 with tp=1 alone; predict the dense model, with "
                 "weights='mxfp4+32' or another form of nmm plan --forms"
             )
-
-
-def _compress(model: MetaModel, low: Mapping[str, Any]) -> None:
-    """Factorize the linears on the meta device: ranks without numbers."""
-    compress(
-        model.module, low["ratio"], rank=low["rank"], include=low["include"],
-        exclude=low["exclude"], allow_slower=True,
-    )  # fmt: skip
-    for parameter in model.module.parameters():
-        parameter.requires_grad_(False)
+    if low is not None:
+        compress(model.module, **low, allow_slower=True)
+        model.module.requires_grad_(False)
+    ranks = tuple(sorted(set(SavedLayers.of(model.module).ranks.values()) - {0}))
+    parameters = count_parameters(model.module)
+    shared = experts_as_calls(model, tp)
+    shorten(model)
+    shard(model, tp)
+    sum_shared_once(model, tp)
+    return Prepared(model, ranks, parameters, shared)
 
 
 @dataclass(frozen=True)
@@ -336,31 +330,23 @@ def model_phases(model: MetaModel, setting: Mapping[str, int], inputs: Any) -> l
     def decode() -> dict[str, Any]:
         return {"input_ids": ids(1), "use_cache": True, "past_key_values": cache()}
 
+    def cache_bytes() -> int:
+        """Return the bytes of all layers that the traced ones stand for."""
+        held, total = cache().layers, 0
+        times = [len(every) for every in model.layers.values()] or [1] * len(held)
+        for layer, count in zip(held, times, strict=False):
+            numbers = [v for v in vars(layer).values() if isinstance(v, torch.Tensor) and v.is_meta]
+            total += count * sum(t.nbytes for t in numbers)
+        return total
+
     return [
         PhaseInputs("prefill", batch, prompt, prefill),
-        PhaseInputs("decode", batch, context, decode, lambda: _cache_bytes(model, cache())),
+        PhaseInputs("decode", batch, context, decode, cache_bytes),
     ]
 
 
 def _generates(module: nn.Module) -> bool:
     return "CausalLM" in type(module).__name__ or "LMHead" in type(module).__name__
-
-
-def _cache_bytes(model: MetaModel, cache: Any) -> int:
-    """Return the bytes of a key-value cache, of all layers that the traced ones stand for."""
-    times = [len(every) for every in model.layers.values()] or [1] * len(cache.layers)
-    total = 0
-    for layer, count in zip(cache.layers, times, strict=False):
-        held = [v for v in vars(layer).values() if isinstance(v, torch.Tensor) and v.is_meta]
-        total += count * sum(t.numel() * t.element_size() for t in held)
-    return total
-
-
-def _head(model: MetaModel) -> str:
-    """Return the name of the output head, "" without one."""
-    head = getattr(model.module, "get_output_embeddings", lambda: None)()
-    found = (name for name, module in model.module.named_modules() if module is head)
-    return "" if head is None else next(found, "")
 
 
 def _weight_bytes(model: MetaModel, dtype: str, machine: Machine, head: str) -> int:
@@ -381,20 +367,6 @@ def _weight_bytes(model: MetaModel, dtype: str, machine: Machine, head: str) -> 
         if buffer.dim() == 2 and buffer.element_size() == 1:
             total += model.count(name) * buffer.numel()
     return total
-
-
-def _activation_bytes(model: MetaModel, setting: Mapping[str, int], dtype: str, head: str) -> int:
-    """Return the largest working set: three tensors of the widest linear, for all its tokens.
-
-    The head of a model that generates computes one token of each sequence.
-    """
-    once = head if _generates(model.module) else None
-    sizes = [
-        (1 if name == once else setting["prompt"]) * linear.out_features
-        for name, linear in model.module.named_modules()
-        if isinstance(linear, nn.Linear)
-    ]
-    return 3 * setting["batch"] * max(sizes, default=0) * item_bytes(dtype)
 
 
 def _phase(

@@ -14,7 +14,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
@@ -121,30 +121,27 @@ def _read(graph: fx.GraphModule, given: Sequence[Any] | None) -> Canonical:
     return read_graph(graph, collect_values(graph, given))
 
 
+@dataclass
 class _Walk:
-    """One graph."""
+    """One graph.
 
-    def __init__(
-        self,
-        model: MetaModel,
-        c: Canonical,
-        names: dict[fx.Node, str],
-        takes_norms: bool,
-    ) -> None:
-        """names: of the parameters among the placeholders. takes_norms: kernels of dense products
-        may have the norm of their input and a residual inside, those of attention RoPE."""
-        self.model, self.c, self.names = model, c, names
-        self.takes_norms = takes_norms
-        self.readers: dict[fx.Node, set[fx.Node]] = {}
-        holders = [n for n in c.graph.nodes if n.op == "placeholder"]
-        self.cached = {h for h in holders if h not in self.names}
-        self.depth: dict[fx.Node, int] = {}
-        self.found: list[Piece] = []
-        self.dense: list[Computed] = []
-        self.calls: list[Computed] = []
-        self.attention: list[fx.Node] = []
-        self.pointwise: dict[fx.Node, int] = {}
-        self.covered: set[fx.Node] = set()  # pointwise nodes that a kernel computes too
+    names: of the parameters among the placeholders. takes_norms: kernels of dense products may have
+    the norm of their input and a residual inside, those of attention RoPE. covered: pointwise nodes
+    that a kernel computes, too.
+    """
+
+    model: MetaModel
+    c: Canonical
+    names: dict[fx.Node, str]
+    takes_norms: bool
+    readers: dict[fx.Node, set[fx.Node]] = field(default_factory=dict)
+    depth: dict[fx.Node, int] = field(default_factory=dict)
+    found: list[Piece] = field(default_factory=list)
+    dense: list[Computed] = field(default_factory=list)
+    calls: list[Computed] = field(default_factory=list)
+    attention: list[fx.Node] = field(default_factory=list)
+    pointwise: dict[fx.Node, int] = field(default_factory=dict)
+    covered: set[fx.Node] = field(default_factory=set)
 
     def pieces(self) -> list[Piece]:
         """Return the pieces of the graph."""
@@ -166,7 +163,14 @@ class _Walk:
             self._kernel(group.products, rows, bool(group.activation))
         for node in self.attention:
             self._attention(node)
-        self._regions()
+        apart = [n for n in self.pointwise if n not in self.covered]
+        region: dict[fx.Node, set[fx.Node]] = {}  # the pointwise nodes that feed each other
+        for node in apart:
+            near = (s for s in self._sources(node) if self.depth[s] == self.depth[node])
+            joined = {node}.union(*(region[s] for s in near if s in region))
+            region |= dict.fromkeys(joined, joined)
+        for inside in {id(joined): joined for joined in region.values()}.values():
+            self.found.append(self._region([n for n in apart if n in inside]))
         return self.found
 
     # -- one node -----------------------------------------------------------------------------
@@ -206,8 +210,9 @@ class _Walk:
         if "conv" in name or name in ("bmm", "matmul", "_grouped_mm", "einsum"):
             self._unread_product(node)
             return True
-        if name == "cat" and any(n in self.cached for n in node.all_input_nodes):
-            new = sum(self._bytes(n) for n in node.all_input_nodes if n not in self.cached)
+        cached = {n for n in node.all_input_nodes if n.op == "placeholder" and n not in self.names}
+        if name == "cat" and cached:
+            new = sum(self._bytes(n) for n in node.all_input_nodes if n not in cached)
             self._add("copy", node, bytes=2 * new)  # one token's keys or values, written in place
             return False
         if name not in ("arange", "_log_api_usage_once", "zeros", "ones", "full", "empty"):
@@ -219,13 +224,20 @@ class _Walk:
         called = graph_call(node, self.c.values.__getitem__)
         assert called is not None
         (launch,) = lower(*called, transpose=view_turned).launches
-        spec = launch.spec
-        if getattr(spec, "exchanged_bytes", int)():
-            piece = self._piece("kernel", node, self._weights(node), ways=((spec,),))
-            self.found.append(_with_sum_apart(piece, spec))
-        else:
+        spec: Any = launch.spec
+        bases = (owner_of(self.c.base(n)[0]) for n in node.all_input_nodes if n in self.c.views)
+        weights = tuple(self.names[b] for b in bases if b in self.names)
+        exchanged = getattr(spec, "exchanged_bytes", int)()
+        if not exchanged:
             x = self.c.base(node.args[0])[0]  # type: ignore[arg-type]
-            self.calls.append(Computed(node, x, spec, self._weights(node)))
+            self.calls.append(Computed(node, x, spec, weights))
+            return
+        # it sums over cores between its products; these and the sum apart compute the same
+        piece = self._piece("kernel", node, weights, ways=((spec,),))
+        products = dataclasses.replace(spec, tp=1, tp_axis="").as_products()[0]
+        first, second = (dataclasses.replace(piece, ways=((one,),)) for one in products)
+        summed = dataclasses.replace(piece, kind="all_reduce", ways=(), bytes=exchanged)
+        self.found.append(dataclasses.replace(piece, apart=(first, summed, second)))
 
     def _unread_product(self, node: fx.Node) -> None:
         """Note a product that no family here computes: two activations, a convolution."""
@@ -290,9 +302,11 @@ class _Walk:
         total = self._sum_behind(products[-1]) if gated or len(products) == 1 else None
         with contextlib.suppress(SpecError, TypeError):  # kernels that take none in
             if total is not None:
-                inside = tuple(_with_residual(row) for row in ways)
+                lasts: Any = [row[-1] for row in ways]
+                summed = [dataclasses.replace(last, residual=True) for last in lasts]
+                ways = tuple((*row[:-1], last) for row, last in zip(ways, summed, strict=True))
                 self.covered.add(total)
-                ways, apart = inside, (piece, self._region([total]))
+                apart = (piece, self._region([total]))
                 piece = dataclasses.replace(piece, ways=ways, apart=apart)
             if norm is not None:
                 inside = tuple(_with_norm(row, self.c.forms[norm], gated) for row in ways)
@@ -329,17 +343,6 @@ class _Walk:
 
     # -- pointwise regions ----------------------------------------------------------------------
 
-    def _regions(self) -> None:
-        """Add one piece for each set of pointwise nodes that feed each other."""
-        group = [n for n in self.pointwise if n not in self.covered]
-        region: dict[fx.Node, set[fx.Node]] = {}
-        for node in group:
-            near = (s for s in self._sources(node) if self.depth[s] == self.depth[node])
-            joined = {node}.union(*(region[s] for s in near if s in region))
-            region |= dict.fromkeys(joined, joined)
-        for inside in {id(joined): joined for joined in region.values()}.values():
-            self.found.append(self._region([n for n in group if n in inside]))
-
     def _region(self, nodes: Sequence[fx.Node]) -> Piece:
         """Return the piece of pointwise nodes that are one region."""
         inside = set(nodes)
@@ -364,10 +367,6 @@ class _Walk:
         value = self.c.tensor(node)
         return 0 if value is None else int(value.nbytes)
 
-    def _weights(self, node: fx.Node) -> tuple[str, ...]:
-        bases = (owner_of(self.c.base(n)[0]) for n in node.all_input_nodes if n in self.c.views)
-        return tuple(self.names[b] for b in bases if b in self.names)
-
     def _add(self, kind: str, node: fx.Node, **sizes: Any) -> None:
         self.found.append(self._piece(kind, node, **sizes))
 
@@ -381,11 +380,6 @@ class _Walk:
         return Piece(kind, shown, count, dtype=dtype, **sizes)
 
 
-def _with_residual(row: Any) -> Row:
-    """Return the kernels of a row, the last with a residual."""
-    return *row[:-1], dataclasses.replace(row[-1], residual=True)
-
-
 def _with_norm(row: Any, norm: Any, gated: bool) -> Row:
     """Return the kernels of a row with a norm in those that read x: all but the last of a gated
     MLP in parts."""
@@ -396,14 +390,6 @@ def _with_norm(row: Any, norm: Any, gated: bool) -> Row:
     reads_x = len(row) - (gated and len(row) > 1)
     normed = (dataclasses.replace(spec, **fields) for spec in row[:reads_x])
     return *normed, *row[reads_x:]
-
-
-def _with_sum_apart(piece: Piece, spec: Any) -> Piece:
-    """Return the piece of a kernel that sums over cores between its products, and these apart."""
-    alone = dataclasses.replace(spec, tp=1, tp_axis="")
-    first, second = (dataclasses.replace(piece, ways=((one,),)) for one in alone.as_products()[0])
-    summed = dataclasses.replace(piece, kind="all_reduce", ways=(), bytes=spec.exchanged_bytes())
-    return dataclasses.replace(piece, apart=(first, summed, second))
 
 
 def _common(names: Sequence[str]) -> str:
