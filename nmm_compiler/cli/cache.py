@@ -263,7 +263,12 @@ def build(
 
     if to_list is None:
         open_store()  # refuses a directory that others can write, before any work
-    with steps(f"reading {wanted}") as step, _executor(on, jobs) as executor:
+    executor: AbstractContextManager[Any] = nullcontext()
+    if on != "local":
+        from nmm_compiler.codegen.on_ray import RayExecutor
+
+        executor = RayExecutor(None if on == "ray" else on, jobs)
+    with steps(f"reading {wanted}") as step, executor as workers:
         kernels = _kernels(wanted, target, ratio, tokens, tp, step)
         if to_list is not None:
             rows = [{"family": s.family, "spec": s.to_dict(), "target": t} for s, t in kernels]
@@ -273,7 +278,7 @@ def build(
         if search is not None:
             from nmm_compiler.codegen.tune import tune
 
-            tuned = tune(kernels, executor=executor, jobs=jobs, progress=step)
+            tuned = tune(kernels, executor=workers, jobs=jobs, progress=step)
         filled = fill(kernels, jobs=jobs, progress=step)
     sent = [_moved(Store.push, "sent", "the shared cache", "ro")] if push else []
     if archive is not None:
@@ -308,14 +313,6 @@ def _moved(
     except (OSError, ImportError, ValueError) as error:  # what filesystems and fsspec raise
         raise CacheError(f"entries cannot be {said.split()[0]}: {place}: {error}") from error
     return values.Answer({"entries": count}, [f"{counted(count, 'entry', 'entries')} {said}"])
-
-
-def _executor(on: str, jobs: int | None) -> AbstractContextManager[Any]:
-    if on == "local":
-        return nullcontext()
-    from nmm_compiler.codegen.on_ray import RayExecutor
-
-    return RayExecutor(None if on == "ray" else on, jobs)
 
 
 def _kernels(

@@ -109,7 +109,20 @@ def _run(
         step(f"proving the kernels of {chosen.name}")
         proofs = proving.result()
     right = sum(proof.passed for proof in proofs)
-    perplexities = {dense: before, chosen.name: after}
+    perplexities = {dense: f"{before:.2f}", chosen.name: f"{after:.2f}"}
+    times = [f"{phase.name} ms" for phase in planned.predictions[0].phases]
+    head = ("weights", "MiB", "perplexity", *times, "gain", "")
+    rows = [
+        (
+            p.form,
+            f"{p.memory.needed_bytes / 2**20:,.0f}",
+            perplexities.get(p.form, "-"),
+            *(f"{phase.us / 1e3:.2f}" for phase in p.phases),
+            f"{planned.over_first(p):.2f}x",
+            "taken" if p.form == chosen.name else "",
+        )
+        for p in planned.predictions
+    ]
     done = "all weights stay as they are"
     if report is not None:
         done = (
@@ -120,7 +133,7 @@ def _run(
         Line(f"{models.LANGUAGE_MODEL}, a language model: {done}"),
         Line(f"{right} of the {len(proofs)} kernels that the times of {chosen.name} are made of "
              "agree with float64, run from their source in the simulator"),
-        _table(planned, perplexities, chosen.name),
+        Grid.of(head, rows, right=head[1:-1]),
         Line(f"perplexity: measured here, of {judged.numel():,} tokens that calibrated nothing; "
              f"times: predicted for one core of {target}, batch 1; nmm plan does it for any model",
              "note"),
@@ -143,26 +156,6 @@ def _kernels_of(prediction: Any, priced: list[Any]) -> list[Any]:
     rows = (re.split(r" \+ |; ", line.what) for line in prediction.lines)
     chosen = set(itertools.chain.from_iterable(rows))
     return [spec for spec in priced if spec.short() in chosen]
-
-
-def _table(planned: Any, perplexities: dict[str, float], chosen: str) -> Grid:
-    """Return a row for each form: memory, quality where it was judged here, and times."""
-    phases = planned.predictions[0].phases
-    head = ("weights", "MiB", "perplexity", *(f"{one.name} ms" for one in phases), "gain", "")
-    rows = []
-    for p in planned.predictions:
-        perplexity = perplexities.get(p.form)
-        rows.append(
-            (
-                p.form,
-                f"{p.memory.needed_bytes / 2**20:,.0f}",
-                "-" if perplexity is None else f"{perplexity:.2f}",
-                *(f"{phase.us / 1e3:.2f}" for phase in p.phases),
-                f"{planned.over_first(p):.2f}x",
-                "taken" if p.form == chosen else "",
-            )
-        )
-    return Grid.of(head, rows, right=head[1:-1])
 
 
 def _quiet() -> None:

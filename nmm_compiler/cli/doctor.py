@@ -64,6 +64,7 @@ def doctor(
     if out is not None:
         raise typer.BadParameter("--out is of --device and --fit; add one")
     from nmm_compiler.cache.store import Store
+    from nmm_compiler.codegen.machine_target import machine_target
     from nmm_compiler.runtime import machine
 
     try:
@@ -71,6 +72,11 @@ def doctor(
     except CacheError as error:
         state = f"not used, kernels are kept in memory: {error}"
     first = options.Options().target
+    without = []  # what kernels of each target do without on this machine, and who says so
+    for name in targets.names():
+        changed = differences(machine_target(name), targets.get(name))
+        without += [f"{name} {field}={value}" for field, value in changed.items()]
+    verdicts = f"{options.verdict_file() or 'off'}: {', '.join(without) or 'nothing differs'}"
     rows = [
         ("Python", platform.python_version()),
         *((f"{package} ({role})", version(package) or "not installed")
@@ -79,23 +85,12 @@ def doctor(
           for name in targets.names()),
         ("cache", f"{options.cache_dir()}, mode {options.cache_mode()}"),
         ("cache state", state),
-        ("verdicts", _without()),
+        ("verdicts", verdicts),
         *machine.probe().rows(),
     ]  # fmt: skip
     table = Grid.of(("what", "found"), rows)
     said = Line(f"nmm_compiler {VERSION}")
     return values.Answer({"nmm_compiler": VERSION, **dict(rows)}, [[said, table]])
-
-
-def _without() -> str:
-    """Return what kernels of each target do without on this machine, and who says so."""
-    from nmm_compiler.codegen.machine_target import machine_target
-
-    found = []
-    for name in targets.names():
-        changed = differences(machine_target(name), targets.get(name))
-        found += [f"{name} {field}={value}" for field, value in changed.items()]
-    return f"{options.verdict_file() or 'off'}: {', '.join(found) or 'nothing differs'}"
 
 
 def _fit(verdicts: Path, out: Path | None) -> values.Answer:

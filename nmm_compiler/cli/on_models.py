@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from nmm_compiler.backend.report import CompileReport
 
+_STACKS = "nmm_compiler.prediction.stacks:stack_named"
 _LENGTH, _BATCH = 256, 8
 """Tokens of a calibration sequence, and sequences of a batch."""
 
@@ -89,8 +90,17 @@ def explain(
         options: Any = {"target": target, "rules": [*own, *(["+simulated"] if html else [])]}
         result = run(loaded, dict(inputs), options=options)
         if html is not None:
+            import torch
+
+            from nmm_compiler.backend.report import compile_parts
+
             step("compiling, building kernels")
-            top, *rest = _compiled(loaded, inputs, options)
+            reports: list[CompileReport] = []
+            torch._dynamo.reset()
+            given = {**options, "report": reports.append, "inner": "eager"}
+            with torch.no_grad():
+                torch.compile(loaded, backend="nmm", options=given)(**inputs)
+            top, *rest = compile_parts(reports)
             matched = Section("what is fused and what is not", tuple(result.parts()))
             page = [top, *page, matched, *rest]
     if repro is not None:
@@ -101,20 +111,6 @@ def explain(
     if html is not None:
         said.append(f"report: {write_page(f'{model} on {target}', page, html)}")
     return values.Answer(result.to_dict(), said)
-
-
-def _compiled(loaded: Any, inputs: dict[str, Any], options: dict[str, Any]) -> list[Part]:
-    """Compile and run a model; return what the page says of its graphs and kernels."""
-    import torch
-
-    from nmm_compiler.backend.report import compile_parts
-
-    reports: list[CompileReport] = []
-    torch._dynamo.reset()
-    given = {**options, "report": reports.append, "inner": "eager"}
-    with torch.no_grad():
-        torch.compile(loaded, backend="nmm", options=given)(**inputs)
-    return compile_parts(reports)
 
 
 def _predicted(name: str, model: Any, before: Any, inputs: dict[str, Any], target: str) -> Part:
@@ -145,11 +141,6 @@ def _predicted(name: str, model: Any, before: Any, inputs: dict[str, Any], targe
     except NmmError as error:  # a page without it is still a page, and says so
         return Line(f"the whole model is not predicted: {error}", "note")
     return Section("the whole model, predicted", tuple(parts))
-
-
-def _stack(name: str) -> str:
-    """Return the name of a stack, without a version that no figure is told apart by."""
-    return str(pkgutil.resolve_name("nmm_compiler.prediction.stacks:stack_named")(name).name)
 
 
 def plan(
@@ -194,7 +185,11 @@ def plan(
     ] = "simulated",
     stack: Annotated[
         str,
-        values.option(_stack, "NAME", "what runs the programs: launch gaps, host time"),
+        values.option(
+            lambda name: pkgutil.resolve_name(_STACKS)(name).name,
+            "NAME",
+            "what runs the programs: launch gaps, host time",
+        ),
     ] = "own",
     measured: Annotated[
         Path | None,
