@@ -94,7 +94,17 @@ def graph_headline(
         return f"{calls_bring(judged)}; the whole graph is not predicted: its sizes are symbolic"
 
     def said() -> str:
-        low, dense = _both_us(graph, options)
+        chip = machine_target(options.target, options)
+        machine = Machine(chip, lnc=options.lnc)
+        low = dense = 0.0  # with its calls as they are, and in the fastest dense way
+        for piece in walk_graph(graph):
+            one = price(piece, machine)
+            us = one.each_us + one.launches * LAUNCH_GAP_US
+            before: float | None = None
+            if piece.kind == "kernel" and len(piece.ways) == 1 and len(piece.ways[0]) == 1:
+                before = ways(piece.ways[0][0], chip, options.lnc, source=machine.price).dense
+            low += piece.count * us
+            dense += piece.count * (us if before is None else before + LAUNCH_GAP_US)
         tokens = max(int(one["tokens"]) for one in judged)
         what = f"for this graph ({tokens:,} token{'s' * (tokens != 1)} a call, simulated)"
         return headline(
@@ -108,22 +118,6 @@ def graph_headline(
     text, why = _said_or_why(said, strict=options.strict)
     not_predicted = why if _FAULT in why else f"the whole graph is not predicted: {why}"
     return text or f"{calls_bring(judged)}; {not_predicted}"
-
-
-def _both_us(graph: fx.GraphModule, options: Options) -> tuple[float, float]:
-    """Return the microseconds of a graph as it is, and with its calls in the fastest dense way."""
-    chip = machine_target(options.target, options)
-    machine = Machine(chip, lnc=options.lnc)
-    low = dense = 0.0
-    for piece in walk_graph(graph):
-        one = price(piece, machine)
-        us = one.each_us + one.launches * LAUNCH_GAP_US
-        before: float | None = None
-        if piece.kind == "kernel" and len(piece.ways) == 1 and len(piece.ways[0]) == 1:
-            before = ways(piece.ways[0][0], chip, options.lnc, source=machine.price).dense
-        low += piece.count * us
-        dense += piece.count * (us if before is None else before + LAUNCH_GAP_US)
-    return low, dense
 
 
 def _is_symbolic(node: fx.Node) -> bool:

@@ -42,9 +42,15 @@ def meta_model(model_or_config: Any, dtype: torch.dtype) -> MetaModel:
     config = read_config(model_or_config)
     name, saved = str(config.name_or_path) or str(config.model_type), saved_layers(config)
     transformers = require_transformers("a model without its code")
+    auto = transformers.models.auto.modeling_auto
+    named = " ".join(getattr(config, "architectures", None) or ())
+    generates = "CausalLM" in named or "LMHead" in named
+    if not named:
+        encoder = type(config) in auto.MODEL_FOR_MASKED_LM_MAPPING
+        generates = type(config) in auto.MODEL_FOR_CAUSAL_LM_MAPPING and not encoder
+    kind = transformers.AutoModelForCausalLM if generates else transformers.AutoModel
     with torch.device("meta"):
         try:
-            kind = _auto_class(transformers, config)
             module = kind.from_config(dense_config(config), dtype=dtype)
         except Exception as error:  # a model's code meets the sizes of any file here
             text = f"{type(error).__name__}: {one_line(error)}"
@@ -109,15 +115,3 @@ def read_config(given: Any) -> Any:
     if name:
         config.name_or_path = name
     return config
-
-
-def _auto_class(transformers: Any, config: Any) -> Any:
-    """Return the class that generates text with this config, or the bare model."""
-    auto = transformers.models.auto.modeling_auto
-    kind = type(config)
-    named = " ".join(getattr(config, "architectures", None) or ())
-    generates = "CausalLM" in named or "LMHead" in named
-    if not named:
-        encoder = kind in auto.MODEL_FOR_MASKED_LM_MAPPING
-        generates = kind in auto.MODEL_FOR_CAUSAL_LM_MAPPING and not encoder
-    return transformers.AutoModelForCausalLM if generates else transformers.AutoModel

@@ -481,14 +481,14 @@ def layer_gains(prediction: ModelPrediction) -> dict[str, float]:
     """Return how much faster each kind of layer's kernels are than dense, in the last phase."""
     if prediction.dense is None:
         return {}
-    before, after = (p.phases[-1].by(_layer_of) for p in (prediction.dense, prediction))
+
+    def layer_of(line: PhaseLine) -> str:
+        """Return the layer of a kernel or a collective: self_attn, mlp, ..., else ""."""
+        inside = "*." in line.module and line.kind in ("kernel", "all_reduce", "all_gather")
+        return line.module.rpartition("*.")[2].split(".")[0] if inside else ""
+
+    before, after = (p.phases[-1].by(layer_of) for p in (prediction.dense, prediction))
     return {name: before[name] / after[name] for name in before if name and after.get(name)}
-
-
-def _layer_of(line: PhaseLine) -> str:
-    """Return the layer that a kernel or a collective belongs to: self_attn, mlp, ..., else ""."""
-    inside = "*." in line.module and line.kind in ("kernel", "all_reduce", "all_gather")
-    return line.module.rpartition("*.")[2].split(".")[0] if inside else ""
 
 
 def _sizes(p: ModelPrediction) -> tuple[str, ...]:

@@ -119,8 +119,22 @@ def line_of(
 def price(piece: Piece, machine: Machine) -> Line:
     """Return the price of one piece, computed once."""
     if piece.kind == "kernel":
-        ways = corrected_rows(piece.ways, machine.form) or piece.ways
-        return min((_row(way, machine) for way in ways), key=_with_gaps)
+        rows = []
+        for specs in corrected_rows(piece.ways, machine.form) or piece.ways:
+            lines = [kernel_price(spec, machine) for spec in specs]
+            sources = {line.source for line in lines}
+            us, moved, floor = (
+                sum(getattr(line, name) for line in lines)
+                for name in ("each_us", "bytes_us", "floor_us")
+            )
+            rows.append(
+                line_of(
+                    us, sources.pop() if len(sources) == 1 else "bound",
+                    " + ".join(line.what for line in lines), launches=len(lines),
+                    bytes_us=moved, floor_us=floor,
+                )
+            )  # fmt: skip
+        return min(rows, key=_with_gaps)
     if piece.kind in COLLECTIVES:
         us = collective_us(piece.kind, piece.bytes, machine.tp, machine.target)
         return line_of(us, "published law", f"{piece.bytes:,} B over {machine.tp} cores")
@@ -145,17 +159,6 @@ def _with_gaps(line: Line) -> float:
     return line.each_us + line.launches * LAUNCH_GAP_US
 
 
-def _row(specs: Row, machine: Machine) -> Line:
-    lines = [kernel_price(spec, machine) for spec in specs]
-    sources = {line.source for line in lines}
-    source = sources.pop() if len(sources) == 1 else "bound"
-    us, moved, floor = (
-        sum(getattr(line, name) for line in lines) for name in ("each_us", "bytes_us", "floor_us")
-    )
-    what = " + ".join(line.what for line in lines)
-    return line_of(us, source, what, launches=len(lines), bytes_us=moved, floor_us=floor)
-
-
 def kernel_price(spec: KernelSpec, machine: Machine) -> Line:
     """Return the price of a kernel on one logical core, as our backend launches it there.
 
@@ -165,7 +168,8 @@ def kernel_price(spec: KernelSpec, machine: Machine) -> Line:
     stored = in_form(spec, machine.form, machine.target)
     bytes_us = 1e6 * stored.minimal_hbm_bytes() / machine.bytes_per_second
     floor = max(bytes_us, stored.roofline_us(machine.target) * stored.lnc / machine.lnc)
-    source, how, summed = _kernel_source(machine), stored.short(), stored.exchanged_bytes()
+    how, summed = stored.short(), stored.exchanged_bytes()
+    source = ours = "estimated" if machine.price == "closed_form" else "simulated"
     takes_in = isinstance(spec, LinearSpec) and (spec.norm != "none" or spec.residual)
     try:
         us = launch_us(stored, machine.target, machine.lnc, machine.price)
@@ -173,14 +177,10 @@ def kernel_price(spec: KernelSpec, machine: Machine) -> Line:
         us, source = math.inf if summed or takes_in else stored.roofline_us(machine.target), "bound"
     if summed:
         how += f" on {stored.world_size} cores, the sum of {summed:,} B inside"
-        source = f"{_kernel_source(machine)} + law"
+        source = f"{ours} + law"
     elif machine.lnc > 1 and dataclasses.replace(stored, lnc=machine.lnc).splits():
         how += f" on {machine.lnc} cores"
     return line_of(us, source, how, bytes_us=bytes_us, floor_us=min(floor, us))
-
-
-def _kernel_source(machine: Machine) -> str:
-    return "estimated" if machine.price == "closed_form" else "simulated"
 
 
 def _attention(piece: Piece, machine: Machine) -> Line:
