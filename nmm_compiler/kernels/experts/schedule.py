@@ -50,10 +50,10 @@ class ExpertsPlan(ExpertsSpec):
     outputs of a panel.
 
     cores: that take turns of the loop. one_load: a load brings whole rows of gate and up. scales:
-    of the sums, as an epilogue has it. order: which features of x share a partition. clamped: gate
-    and up are, before they are multiplied. x_tiles, h_tiles, token_tiles: of x^T, of h^T, of the
-    tokens of a block. token_bits, turn_bits: the powers of two that the tokens of a block, and the
-    groups or blocks of a turn of all cores, are. up_panels, down_panels: of gate and up, of down.
+    of the sums, as an epilogue has it. order: which features of x share a partition. x_tiles,
+    h_tiles, token_tiles: of x^T, of h^T, of the tokens of a block. token_bits, turn_bits: the
+    powers of two that the tokens of a block, and the groups or blocks of a turn of all cores, are.
+    up_panels, down_panels: of gate and up, of down.
     """
 
     way: str
@@ -79,7 +79,6 @@ class ExpertsPlan(ExpertsSpec):
     one_load: bool
     scales: str
     order: str
-    clamped: bool
     x_tiles: int
     h_tiles: int
     token_tiles: int
@@ -97,7 +96,6 @@ class ExpertsSchedule(Schedule):
     way: "picks", those of the only token; "distinct", the groups that tokens chose, in a loop on
         the device; "blocks", tokens sorted into blocks of one group each, in a loop. at_once:
         groups, or blocks, a turn of the loop. tokens: of a block.
-    w_load: how the contraction index of weights stored [outputs, inputs] gets onto the partitions.
     block, down_block: outputs of a panel of gate and up, and of down. load_bytes: of a load, for
         each partition. banks: of PSUM, for sums.
     split: how two cores share the kernel: "groups", half of the groups or blocks each, or
@@ -107,7 +105,6 @@ class ExpertsSchedule(Schedule):
     way: str
     at_once: int = 1
     tokens: int = 0
-    w_load: str = "rows"
     block: int
     down_block: int
     load_bytes: int = 8192
@@ -126,29 +123,27 @@ class ExpertsSchedule(Schedule):
         interleaved = spec.halves == "interleaved"
         slots = spec.top_k if self.way == "picks" else self.at_once
         patch = max(1, min(tiles(self.tokens, 128), self.banks))
-        few = (
-            spec.mx and (self.tokens or spec.m) < 64
-        )  # more of their sums fit between two products
+        # more sums of few tokens fit between two MX products
+        few = spec.mx and (self.tokens or spec.m) < 64
         up_block = min(self.block, 128 * tiles(n, 128))
         down_block = min(self.down_block, 128 * tiles(spec.k, 128))
         group = max(1, self.banks // patch * (2 if few else 1))
         stored = spec.stored()
-        arriving = {
+        arriving: dict[str, Any] = {
             field: self._arriving(stored.get(name, NOTHING), spec, patch, group)
             for field, name in _FIELDS.items()
         }
         up = arriving["up"]
         first = up if up.k else arriving["up_u"]
-        weights: dict[str, Any] = {**arriving}
-        given = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
         return ExpertsPlan(
-            **given, **weights, way=self.way, split=self.split, tokens=self.tokens, at_once=slots,
-            stack=self.stack(spec, slots), blocks=self.most_blocks(spec), up_block=up_block,
-            down_block=down_block, group=group, patch=patch, step=2 if interleaved else 1,
-            up_first=0 if interleaved else width, op=OPS[spec.activation], cores=self.cores,
+            **vars(spec), **arriving, way=self.way, split=self.split, tokens=self.tokens,
+            at_once=slots, stack=self.stack(spec, slots), blocks=self.most_blocks(spec),
+            up_block=up_block, down_block=down_block, group=group, patch=patch,
+            step=2 if interleaved else 1, up_first=0 if interleaved else width,
+            op=OPS[spec.activation], cores=self.cores,
             one_load=not interleaved and up_block >= n and self.split != WEIGHTS,
             scales="channel" if spec.weight == "fp8" else "", order=first.order,
-            clamped=spec.limit > 0, token_tiles=tiles(self.tokens, 128),
+            token_tiles=tiles(self.tokens, 128),
             x_tiles=4 * tiles(up.k, 512) if spec.mx else tiles(spec.k, 128),
             h_tiles=4 * tiles(spec.n, 512) if spec.mx else tiles(spec.n, 128),
             token_bits=self.tokens.bit_length() - 1,
@@ -177,7 +172,8 @@ class ExpertsSchedule(Schedule):
         behind = self.way != "blocks" and not (base or first or up)
         return dataclasses.replace(
             one, n=n, layout=layout, ahead=True, order=FOURS if fours else order,
-            load="rows" if layout == "row" else self.w_load, block=columns, group=group, down=patch,
+            # an address of the device has no DMA transpose for it
+            load="rows" if layout == "row" else "tensor", block=columns, group=group, down=patch,
             chunk=whole_blocks(one, chunk) if fours else chunk,
             apart=4 if spec.mx and halved else 1,
             few_sums=few and first, parts=parts_of(one, columns, 128) if few and behind else 1,
@@ -190,11 +186,10 @@ class ExpertsSchedule(Schedule):
 
     def stack(self, spec: ExpertsSpec, slots: int) -> int:
         """Return how many groups of a turn are computed as one of at most 128 features."""
-        plain = not (spec.limit or spec.gate_up_bias or spec.down_bias or spec.weight)
-        plain = plain and not any(spec.ranks)
-        if self.way == "blocks" or self.split == WEIGHTS or not plain:
-            return 1
-        if spec.halves != "joined" or spec.weight_layout != "row" or spec.activation == "identity":
+        joined = spec.halves == "joined" and spec.weight_layout == "row"
+        more = spec.limit or spec.gate_up_bias or spec.down_bias or spec.weight or any(spec.ranks)
+        shared = joined and not more and spec.activation != "identity"
+        if not shared or self.way == "blocks" or self.split == WEIGHTS:
             return 1
         return max(some for some in range(1, slots + 1) if not slots % some and
                    (some == 1 or some * spec.n <= 128))  # fmt: skip
@@ -267,7 +262,6 @@ class ExpertsSchedule(Schedule):
         """Raise CapacityError or SpecError, with numbers, unless legal for spec and target."""
         part = spec.share(self.split)
         check_name("way", self.way, WAYS)
-        check_name("w_load", self.w_load, ("tensor" if spec.weight_layout == "col" else "rows",))
         of_one = ("picks", "distinct")[: 1 if self.split else 2]  # two cores have half of the picks
         if self.way not in (of_one if spec.m == 1 else WAYS[1:]) or self.at_once not in AT_ONCE:
             raise SpecError(
@@ -324,27 +318,24 @@ class ExpertsSchedule(Schedule):
         """Return the axes in a few words, for tables."""
         blocks = f" of {self.tokens}" if self.tokens else ""
         words = [f"{self.way}{self.at_once}{blocks} n{self.block} k{self.down_block}"]
-        words += [f"{self.load_bytes}B", f"w-{self.w_load}", self.split]
+        words += [f"{self.load_bytes}B", self.split]
         return " ".join(word for word in words if word)
 
 
 def candidates(spec: ExpertsSpec, target: Target) -> Iterator[ExpertsSchedule]:
     """Yield schedules that may be legal, about 60."""
-    ways = _ways(spec)
-    col = spec.weight_layout == "col"
-    w_load = "tensor" if col else "rows"  # an address of the device has no DMA transpose for it
     wide = (4096,) if spec.weight else ()  # of few bytes
     blocks = sizes_of_panels(spec.n, (*wide, 2048, 1024, 512))
     long = (256,) if spec.n > 8192 else ()  # of 512 outputs two panels fill SBUF
     downs = sizes_of_panels(spec.k, (4096, 2048, 1024, 512, *long))
     for (way, at_once, tokens), block, down_block, load_bytes in itertools.product(
-        ways, blocks, downs, (8192, 4096)
+        _ways(spec), blocks, downs, (8192, 4096)
     ):
         if (way == "distinct" or spec.mx) and load_bytes < 8192:
             continue  # sizes of panels, and groups a turn, matter more
         yield ExpertsSchedule(
-            way=way, at_once=at_once, tokens=tokens, w_load=w_load, block=block,
-            down_block=down_block, load_bytes=load_bytes, banks=target.psum_banks - 2,
+            way=way, at_once=at_once, tokens=tokens, block=block, down_block=down_block,
+            load_bytes=load_bytes, banks=target.psum_banks - 2,
         )  # fmt: skip
 
 

@@ -190,11 +190,11 @@ def make_h(ups, downs, left, groups, s, operands, core, spec):
             ), at,
             Epilogue(
                 scales[0], spec.scales, biases[0], spec.gate_up_bias,
-                "identity" if spec.clamped else spec.activation,
-                getattr(nl, "copy" if spec.clamped else spec.op), None, False, None, False,
+                "identity" if spec.limit else spec.activation,
+                getattr(nl, "copy" if spec.limit else spec.op), None, False, None, False,
             ),
         )  # fmt: skip
-        if spec.clamped:
+        if spec.limit:
             linear = nl.ndarray((128, tiles, m), dtype=nl.float32, buffer=nl.sbuf)
         else:
             linear = h_part
@@ -206,10 +206,10 @@ def make_h(ups, downs, left, groups, s, operands, core, spec):
             ), at,
             Epilogue(
                 scales[1], spec.scales, biases[1], spec.gate_up_bias, "identity", nl.copy, active,
-                not spec.clamped, None, False,
+                not spec.limit, None, False,
             ),
         )  # fmt: skip
-        if spec.clamped:
+        if spec.limit:
             clamp_tiles(h_part, active, linear, columns, spec)
     h = as_left(h_sb, spec.features, m, spec)
     if spec.down_u.k > 0:
