@@ -26,9 +26,9 @@ from nmm_compiler.codegen.build import (
     check_foreign,
 )
 from nmm_compiler.codegen.workers import Submits, Task, Workers, cores, run
-from nmm_compiler.errors import CacheError, NmmError, SpecError, UnknownNameError
+from nmm_compiler.errors import CacheError, NmmError, SpecError
 from nmm_compiler.kernels import FAMILIES
-from nmm_compiler.kernels.base import KernelSpec
+from nmm_compiler.kernels.base import KernelSpec, check_name
 from nmm_compiler.options import Options
 from nmm_compiler.records import Record
 from nmm_compiler.report.text import counted
@@ -232,9 +232,8 @@ def request_of(told: dict[str, Any]) -> tuple[KernelSpec, str, Options]:
             f"{told!r:.80} names no kernel; write "
             '{"family": "lowrank", "spec": {"m": 1, "k": 512, "r": 64, "n": 512}}'
         )
-    family = told.get("family")
-    if family not in FAMILIES:
-        raise UnknownNameError("kernel family", str(family), list(FAMILIES))
+    family = str(told.get("family"))
+    check_name("kernel family", family, tuple(FAMILIES))
     try:
         spec = FAMILIES[family].spec_class.from_dict(told["spec"])
     except TypeError as error:  # a field that is missing, or that nobody knows

@@ -6,7 +6,8 @@ A kernel is always made in the current dialect; `beta1/` rewrites it as a last s
 from __future__ import annotations
 
 from nmm_compiler.codegen.beta1.translate import to_beta_1
-from nmm_compiler.errors import SpecError, UnknownNameError, no_beta1_form
+from nmm_compiler.errors import SpecError, no_beta1_form
+from nmm_compiler.kernels.base import check_name
 from nmm_compiler.nki_api.installed import beta_1_only
 from nmm_compiler.options import DIALECTS
 from nmm_compiler.targets import Target
@@ -20,8 +21,7 @@ def dialect_for(target: Target, asked: str = "auto") -> str:
     "auto" is neuronxcc where that is the only NKI of this machine, and nki elsewhere. Raises
     UnknownNameError for a name that is no dialect, SpecError for a target that Beta 1 lacks.
     """
-    if asked not in DIALECTS:
-        raise UnknownNameError("dialect", asked, DIALECTS)
+    check_name("dialect", asked, DIALECTS)
     if asked == "auto":
         return "neuronxcc" if target.nki_beta_1 and beta_1_only() else "nki"
     if asked == "neuronxcc" and not target.nki_beta_1:

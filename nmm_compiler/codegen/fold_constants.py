@@ -133,9 +133,9 @@ class Folder(Editor):
         fields = self.template.records[kind].items()
         return Made({one: self._parameter(names, inner, *path, one) for one, inner in fields})
 
-    def fold(self, statements: Block) -> list[ast.stmt]:
+    def fold(self, statements: Block) -> Block:
         """Return the statements, folded; none of them after a `return`."""
-        folded: list[ast.stmt] = []
+        folded: Block = []
         for statement in statements:
             made = self.visit(statement)
             folded += made if isinstance(made, list) else [made]
@@ -180,7 +180,7 @@ class Folder(Editor):
         self.given = outer
         return folded
 
-    def visit_If(self, statement: ast.If) -> list[ast.stmt]:
+    def visit_If(self, statement: ast.If) -> Block:
         test = self.visit(statement.test)
         truth = values.truth(self.value(test))
         if truth is not None:
@@ -207,7 +207,7 @@ class Folder(Editor):
                     return {name: value - {plain}}
         return {}
 
-    def visit_For(self, statement: ast.For) -> list[ast.stmt]:
+    def visit_For(self, statement: ast.For) -> Block:
         assert isinstance(statement.target, ast.Name)
         target, iterator = statement.target.id, self.visit(statement.iter)
         fixed, several = values.constant(self.value(iterator))
@@ -219,7 +219,7 @@ class Folder(Editor):
             variable, count = values.loop_values(*bounds)
             several = variable or ()
             unrolled = count == len(several) < 2
-        folded: list[ast.stmt] = []
+        folded: Block = []
         if unrolled:
             for one in several:
                 self.inline.add(target)

@@ -43,7 +43,7 @@ class _Plain(Editor):
         return super().generic_visit(node)
 
 
-def _ended(body: Block) -> list[ast.stmt]:
+def _ended(body: Block) -> Block:
     """Return a block without the comments behind its last statement."""
     left = list(body)
     while left and isinstance(left[-1], Comment):

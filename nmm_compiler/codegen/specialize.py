@@ -24,6 +24,7 @@ from nmm_compiler.codegen.printed import printed
 from nmm_compiler.codegen.templates import Template, template
 from nmm_compiler.codegen.tidy import remove_unused, without_aliases, without_lists
 from nmm_compiler.codegen.trees import (
+    Block,
     Editor,
     Inlined,
     assigned_names,
@@ -84,7 +85,7 @@ def specialize(
 
 def _folded(
     read: Template, function: str, given: Environment, operands: Sequence[str] = ()
-) -> tuple[list[ast.stmt], list[tuple[str, Environment]]]:
+) -> tuple[Block, list[tuple[str, Environment]]]:
     """Return the body of a function, and the values of the arguments in each call of a helper."""
     folder = Folder(given, read, function, operands)
     folded = folder.fold(read.functions[function].body)
@@ -100,7 +101,7 @@ def _joined(node: ast.FunctionDef, sites: Sequence[Environment]) -> Environment:
 
 
 def _with(
-    node: ast.FunctionDef, name: str, parameters: Sequence[str], body: list[ast.stmt]
+    node: ast.FunctionDef, name: str, parameters: Sequence[str], body: Block
 ) -> ast.FunctionDef:
     """Return a function with another name, other parameters and another body."""
     taken = ast.arguments([], [ast.arg(one) for one in parameters], None, [], [], None, [])
@@ -116,7 +117,7 @@ class _Shortened(Editor):
     def __init__(self, read: Template, left: dict[str, list[str]]) -> None:
         self.read, self.left = read, left
 
-    def finished(self, helper: str, body: list[ast.stmt]) -> list[ast.stmt]:
+    def finished(self, helper: str, body: Block) -> Block:
         """Return the body of a function; what it calls is finished before."""
         made = remove_unused(self.visit_all(body))
         if helper in self.left:
@@ -134,7 +135,7 @@ class _Shortened(Editor):
 
 
 def _passed_on(
-    bodies: Mapping[str, list[ast.stmt]], left: Mapping[str, list[str]]
+    bodies: Mapping[str, Block], left: Mapping[str, list[str]]
 ) -> dict[str, tuple[Sequence[str], ast.expr]]:
     """Return helpers that only return an argument, or pass theirs to another: what they return.
 
@@ -149,7 +150,7 @@ def _passed_on(
     }
 
 
-def _forwarded(body: list[ast.stmt]) -> ast.expr | None:
+def _forwarded(body: Block) -> ast.expr | None:
     """Return the name that a helper returns, or its call with mere names, if that is all."""
     match only_statement(body):
         case ast.Return(ast.Name() as value):

@@ -30,7 +30,7 @@ from nmm_compiler.codegen.trees import (
 )
 
 
-def without_aliases(statements: Block, parameters: Iterable[str] = ()) -> list[ast.stmt]:
+def without_aliases(statements: Block, parameters: Iterable[str] = ()) -> Block:
     """Return the statements with `b` written for `a` where the only assignment of `a` is `a = b`.
 
     b is a constant, or a name or `name.attribute` that is itself assigned at most once. Parameters
@@ -73,7 +73,7 @@ def _is_plain(value: ast.expr) -> bool:
     return isinstance(value.value if isinstance(value, ast.Attribute) else value, ast.Name)
 
 
-def without_lists(statements: Block) -> list[ast.stmt]:
+def without_lists(statements: Block) -> Block:
     """Return the statements with a name for each element of lists of known length.
 
     Such a list is filled where it begins, not in a branch or a loop, and is read by known places.
@@ -87,12 +87,12 @@ def without_lists(statements: Block) -> list[ast.stmt]:
     return made
 
 
-def _named_elements(filled: str, statements: list[ast.stmt]) -> list[ast.stmt]:
+def _named_elements(filled: str, statements: Block) -> Block:
     """Return the statements with names for the elements of one list, unchanged if it needs one."""
     count = sum(appended(statement)[0] == filled for statement in statements)
     names = [filled] if count == 1 else [f"{filled}{i}" for i in range(count)]
     elements, unused = _Elements(filled, names), iter(names)
-    made: list[ast.stmt] = []
+    made: Block = []
     for statement in statements:
         owner, added = appended(statement)
         if owner == filled:
@@ -141,11 +141,11 @@ class _Without(Editor):
 _PURE_CALLS = ("min", "max", "len", "nl.ndarray")
 
 
-def remove_unused(statements: list[ast.stmt]) -> list[ast.stmt]:
+def remove_unused(statements: Block) -> Block:
     """Return the statements without assignments of values that nothing reads."""
     used = names_used(statements)
     without = _Without(lambda target, value: target not in used and _is_pure(value))
-    left: list[ast.stmt] = without.visit_all(statements)
+    left: Block = without.visit_all(statements)
     return statements if left is statements else remove_unused(left)
 
 

@@ -14,7 +14,7 @@ import tokenize
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-Block = Sequence[ast.stmt]
+Block = list[ast.stmt]
 Node = TypeVar("Node", bound=ast.AST)
 _FOR_A_FORMATTER = "# fmt: skip"
 
@@ -35,9 +35,9 @@ def read(source: str) -> ast.Module:
     return changed(tree, body=_commented(tree.body, left))
 
 
-def _commented(body: Block, left: dict[int, str]) -> list[ast.stmt]:
+def _commented(body: Block, left: dict[int, str]) -> Block:
     """Return a block with the comments up to its end, taken out of those that are left."""
-    made: list[ast.stmt] = []
+    made: Block = []
     statement: Any
     for statement in body:
         parts = (getattr(statement, field, None) for field in ("test", "iter", "value"))
@@ -220,7 +220,7 @@ def parameter_names(function: ast.FunctionDef) -> list[str]:
     return [parameter.arg for parameter in function.args.args]
 
 
-def without_docstring(body: Block) -> list[ast.stmt]:
+def without_docstring(body: Block) -> Block:
     """Return the statements of a function but its docstring and its comments."""
     return [one for one in body if not isinstance(one, ast.Expr) or isinstance(one.value, ast.Call)]
 
