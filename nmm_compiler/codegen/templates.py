@@ -94,8 +94,6 @@ class Template:
         for one in every:
             owner = [one[0]] if one[-1] in taken or fields[one[-1]] > 1 else []
             named[one] = "_".join([*owner, one[-1]]) if len(one) > 1 else one[0]
-        if len({*named.values()}) < len(named):
-            raise CodegenError(f"fields of records in {function} have the same names: {named}")
         return named
 
     def _paths(self, kind: str) -> Iterator[Parameter]:

@@ -114,17 +114,15 @@ class Linear:
 
     def outputs(self, k: Any, of: str = "x") -> Any:
         """Return the output features of `of` with k features; ShapeError for what differs."""
-        inputs, rank, n = self.sizes
-        u, v, w = map(self.weights.get, "uvw")
-        for one in self.weights.values():
+        (inputs, rank, n), weights = self.sizes, self.weights
+        for one in weights.values():
             one.check_scale()
-        first = u or w
-        assert first is not None
+        first, *_ = weights.values()
         check_same(f"features of {of} and {first.name}", k, inputs)
-        if u is not None and v is not None:
-            check_same(f"rank of {u.name} and {v.name}", rank, v.sizes[0])
-        if u is not None and w is not None:
-            check_same("shapes of the dense w and of u v", w.sizes, (k, n))
+        if "u" in weights:
+            check_same(f"rank of {first.name} and {weights['v'].name}", rank, weights["v"].sizes[0])
+            if "w" in weights:
+                check_same("shapes of the dense w and of u v", weights["w"].sizes, (k, n))
         check_vector(operand_name("bias", self.end), self.bias, n)
         for name, vector in self.between.items():
             check_vector(name, vector, rank)

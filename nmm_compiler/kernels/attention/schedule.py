@@ -19,7 +19,7 @@ _PACKED = (32, 64)  # head sizes at which a block of partitions may start
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionSchedule(Schedule):
-    """How an attention kernel runs.
+    """How an attention kernel runs: TensorE turns keys in rows, for which a DMA takes as long.
 
     loop: the groups of heads are a loop on the device.
     split: how two cores share the kernel: "heads" or "query_heads"; "" for one core.
@@ -53,7 +53,7 @@ class AttentionSchedule(Schedule):
         keys = tiles(spec.context, 128)
         if spec.decode:
             chunk = min(_CHUNK, keys)
-            turned = chunk * parts * 128 * size if turns_keys(spec) else 0
+            turned = chunk * parts * 128 * size if spec.k_layout == "row" else 0
             columns = spec.columns * (1 if self.loop else spec.at_once)
             queries = (1 + self.pack) * spec.d + parts * self.pack * spec.columns
             return {
@@ -73,13 +73,6 @@ class AttentionSchedule(Schedule):
             "y": 4 * 4 * (spec.d + 1),
         }
 
-    def psum_banks(self, spec: AttentionSpec) -> dict[str, int]:
-        """Return the PSUM banks of scores, of turned weights and of sums, two of each."""
-        if spec.decode:
-            return {"scores": 1, "turned": 1, "maxima": 2, "sums": 4}
-        scores = tiles(min(spec.section, spec.context), _BANK)
-        return {"scores": 2 * scores, "weights": 2, "sums": 2}
-
     def check(self, spec: AttentionSpec, target: Target) -> None:
         """Raise CapacityError or SpecError, with numbers, unless legal for spec and target."""
         spec = spec.share(self.split)
@@ -92,7 +85,10 @@ class AttentionSchedule(Schedule):
                 f"schedule: pack is {self.pack}, with k_layout {spec.k_layout!r}, d {spec.d} and "
                 f"{spec.keys} keys; decode kernels of keys in rows take {packed(spec)}"
             )
-        banks = self.psum_banks(spec)
+        scores = tiles(min(spec.section, spec.context), _BANK)
+        banks = {"scores": 2 * scores, "weights": 2, "sums": 2}
+        if spec.decode:
+            banks = {"scores": 1, "turned": 1, "maxima": 2, "sums": 4}
         if sum(banks.values()) > target.psum_banks:
             raise CapacityError(
                 f"{spec.short()}: {sum(banks.values())} PSUM banks are in use ({banks}), "
@@ -107,15 +103,10 @@ class AttentionSchedule(Schedule):
         return " ".join(word for word in words if word)
 
 
-def turns_keys(spec: AttentionSpec) -> bool:
-    """Return whether TensorE turns the keys, as it does queries: a DMA transpose takes as long."""
-    return spec.k_layout == "row"
-
-
 def packed(spec: AttentionSpec) -> int:
     """Return how many tiles of keys fill TensorE's rows, 1 where a cache has not as many."""
-    pack = 128 // spec.d if spec.decode and turns_keys(spec) and spec.d in _PACKED else 1
-    return pack if spec.keys // 128 >= pack else 1
+    packs = spec.decode and spec.k_layout == "row" and spec.d in _PACKED
+    return 128 // spec.d if packs and spec.keys * spec.d >= 128 * 128 else 1
 
 
 def candidates(spec: AttentionSpec, target: Target) -> Iterator[AttentionSchedule]:
@@ -159,7 +150,7 @@ def work(spec: AttentionSpec, schedule: AttentionSchedule) -> Work:
     runs = {"row": chunk * spec.d * size, "col": 128 * chunk * size}
     for layout in (spec.k_layout, "row"):
         made.move(loads * per_chunk, loads, runs[layout])
-    if turns_keys(spec):
+    if spec.k_layout == "row":
         made.matmuls.append((groups * passes * parts, 128))
         made.evictions.append((groups * parts * tiles(passes, 8), _BANK))
     made.move(2 * groups * each, 2 * groups, spec.d * size)
@@ -180,7 +171,7 @@ def _prefill_work(spec: AttentionSpec, size: int, parts: int, groups: int) -> Wo
     made.matmuls.append((heads * seen, spec.d + 1))
     passes = 5 if spec.soft_cap else 3
     made.evictions.append((heads * tiles(seen * 128, spec.section) * passes, spec.section))
-    how = "tensor" if turns_keys(spec) else "rows"
+    how = "tensor" if spec.k_layout == "row" else "rows"
     for load, count, each in (
         ("tensor", heads * q_tiles, 128),
         (how, groups * tiles(spec.context, _BANK), min(_BANK, spec.context)),
