@@ -60,11 +60,8 @@ def compute_blocks(out, x, index, gates, operands, core, spec):
     turn = spec.at_once * spec.cores
     bound = turns_of(groups, turn, spec.turn_bits)
     each = spec.blocks * spec.tokens + 1
-    if spec.split == "":
-        made = nl.ndarray((each, spec.k), dtype=x.dtype, buffer=nl.private_hbm)
-    else:
-        # the other core's zero, which nobody reads, is behind the rows of all blocks
-        made = nl.ndarray((each + 1, spec.k), dtype=x.dtype, buffer=nl.shared_hbm)
+    # the other core's zero, which nobody reads, is behind the rows of all blocks
+    made = nl.ndarray((each + spec.cores - 1, spec.k), dtype=x.dtype, buffer=nl.shared_hbm)
     zero = nl.ndarray((1, spec.k), dtype=x.dtype, buffer=nl.sbuf)
     nisa.memset(dst=zero, value=0.0)
     nisa.dma_copy(dst=made[core * each : core * each + 1, 0 : spec.k], src=zero)
@@ -106,9 +103,10 @@ def compute_tokens(out, x, index, gates, operands, core, spec):
         ones = chosen_of_token(numbers, weights)
         add_some(total, left, ones, numbers, weights, operands, half, tokens, spec)
     else:
-        check_index(
-            index.reshape((picks,)), table_of(operands, spec)[0 : spec.groups, 0:1], 0, picks
-        )
+        # the last weights of all groups, a row each
+        last = operands[1] if spec.down.k > 0 else operands[9]
+        table = last.reshape((spec.groups, last.shape[1] * last.shape[2]))
+        check_index(index.reshape((picks,)), table[0 : spec.groups, 0:1], 0, picks)
         chosen = list_groups(numbers, spec.groups, spec.at_once * spec.cores)
         bound = turns_of(chosen, spec.at_once * spec.cores, spec.turn_bits)
 
@@ -134,9 +132,3 @@ def add_some(total, left, some, numbers, weights, operands, half, tokens, spec):
         add_narrow_groups(total, left[0], some, numbers, weights, operands, tokens, spec)
     else:
         add_groups(total, left, some, numbers, weights, operands, half, tokens, spec)
-
-
-def table_of(operands, spec):
-    """Return the last weights of all groups, a row each."""
-    last = operands[1] if spec.down.k > 0 else operands[9]
-    return last.reshape((spec.groups, last.shape[1] * last.shape[2]))

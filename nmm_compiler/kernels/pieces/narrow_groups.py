@@ -57,18 +57,15 @@ def stacked_h(x_sb, up, gates, m, spec):
     halves = []
     for half in range(2):
         sums = nl.ndarray((rows, m), dtype=nl.float32, buffer=nl.psum)
-        columns = up[
-            0:128,
-            0 : spec.stack,
-            0 : up.shape[2],
-            half * spec.features : (half + 1) * spec.features,
-        ]
+        first = half * spec.features
         for t in range(up.shape[2]):
             deep = min(128, spec.k - 128 * t)
             nisa.nc_matmul(
-                dst=sums, stationary=columns[0:deep, 0 : spec.stack, t, 0 : spec.features],
-                moving=x_sb[0:deep, t, 0:m], accumulate=t > 0,
-            )  # fmt: skip
+                dst=sums,
+                stationary=up[0:deep, 0 : spec.stack, t, first : first + spec.features],
+                moving=x_sb[0:deep, t, 0:m],
+                accumulate=t > 0,
+            )
         halves.append(sums)
     active = nl.ndarray((rows, m), dtype=nl.float32, buffer=nl.sbuf)
     nisa.activation(dst=active, op=getattr(nl, spec.op), data=halves[0])
