@@ -14,7 +14,7 @@ import nki.isa as nisa
 import nki.language as nl
 
 from .loads_and_stores import evict, move
-from .records import Block, Group, Panel, Patch, Term
+from .records import Group, Panel, Term
 
 
 def quantize_strip(strip, size, tokens):
@@ -151,42 +151,26 @@ def load_scales(dst, src, quadrant, whole, rest):
         move(part, src[last : last + 4, 0:n], True)
 
 
-def sum_mx_rows(sums, tiles, term: Term, patch: Patch, at: Block):
-    """Write s w of a patch to its sums; tokens stationary, an even number, weights moving."""
-    across = (patch.width + 511) // 512
+def add_mx_rows(dst, w_sb, k0, rows, ns, ms, term: Term, loaded, begun):
+    """Add the products of a chunk, from output ns and token ms on, to a sum of an even number of
+    tokens; loaded: the columns of the chunk."""
+    tokens = dst.shape[0]
+    columns = dst.shape[1]
     size = term.plan.mx_bytes
-    for k0 in range(0, term.plan.k, term.plan.chunk):
-        rows = min(term.plan.chunk, term.plan.k - k0)
-        if patch.top + patch.left == 0 and not term.plan.ahead:
-            tiles.append(load_mx_chunk(term, k0, patch.n0, patch.columns))
-        w_sb = tiles[k0 // term.plan.chunk]
-        if patch.top + patch.left == 0:
-            move_scales(w_sb, rows, size, patch.columns)
-        deep = (rows + 511) // 512
-        for a in range(patch.height):
-            ms = 128 * (patch.top + a)
-            mw = min(128, at.tokens - ms)
-            mw = mw + mw % 2
-            for t in range(0, deep, 2):
-                for b in range(across):
-                    ns = patch.left + 512 * b
-                    nw = min(512, patch.left + patch.width - ns)
-                    for kt in range(t, min(t + 2, deep)):
-                        parts = min(128, (rows - 512 * kt) // 4)
-                        tile = k0 // 512 + kt
-                        data = w_sb[0:parts, kt, size * ns : size * (ns + nw)]
-                        above = 4 * (kt % 4)
-                        behind = size * patch.columns + ns
-                        nisa.nc_matmul_mx(
-                            dst=sums[a * across + b][0:mw, 0:nw],
-                            stationary=term.left.strip[0:parts, tile, ms : ms + mw],
-                            moving=data.view(term.element),
-                            stationary_scale=term.left.left_scales[0:parts, tile, ms : ms + mw],
-                            moving_scale=w_sb[
-                                above : above + parts - 28, kt // 4, behind : behind + nw
-                            ],
-                            accumulate=tile > 0,
-                        )
+    behind = size * loaded + ns
+    for kt in range((rows + 511) // 512):
+        parts = min(128, (rows - 512 * kt) // 4)
+        tile = k0 // 512 + kt
+        above = 4 * (kt % 4)
+        data = w_sb[0:parts, kt, size * ns : size * (ns + columns)]
+        nisa.nc_matmul_mx(
+            dst=dst,
+            stationary=term.left.strip[0:parts, tile, ms : ms + tokens],
+            moving=data.view(term.element),
+            stationary_scale=term.left.left_scales[0:parts, tile, ms : ms + tokens],
+            moving_scale=w_sb[above : above + parts - 28, kt // 4, behind : behind + columns],
+            accumulate=begun or tile > 0,
+        )
 
 
 def add_parts(sums, w_sb, term: Term, panel: Panel, group: Group, tokens, begun):

@@ -8,7 +8,7 @@ import nki.isa as nisa
 import nki.language as nl
 
 from .loads_and_stores import evict, finish_columns, finish_rows, load, move
-from .mx import add_parts, load_mx_chunk, move_scales, sum_mx_rows
+from .mx import add_mx_rows, add_parts, load_mx_chunk, move_scales
 from .records import Block, Epilogue, Group, Panel, Part, Patch, Result, Step, Term
 
 
@@ -131,17 +131,15 @@ def sum_columns(sums, tiles, term: Term, panel: Panel, group: Group, at: Block, 
                 add_columns(
                     sums, data.view(term.element), own, block, term, panel, group, at.tokens, begun
                 )  # fmt: skip
-        elif term.plan.order == "fours":
-            for kt in range((rows + 511) // 512 * 4):
-                four = Step(kt, 1, min(128, (rows - 512 * (kt // 4)) // 4), k0 // 128 + kt)
-                add_columns(sums, w_sb, None, four, term, panel, group, at.tokens, begun)
         else:
+            fours = term.plan.order == "fours"
             pairs = rows // 256 if term.plan.double_row else 0
             for pair in range(pairs):
                 pair_of = Step(2 * pair, 2, 128, k0 // 128 + 2 * pair)
                 add_columns(sums, w_sb, None, pair_of, term, panel, group, at.tokens, begun)
-            for kt in range(2 * pairs, (rows + 127) // 128):
-                single = Step(kt, 1, min(128, rows - 128 * kt), k0 // 128 + kt)
+            for kt in range(2 * pairs, (rows + 511) // 512 * 4 if fours else (rows + 127) // 128):
+                high = (rows - 512 * (kt // 4)) // 4 if fours else rows - 128 * kt
+                single = Step(kt, 1, min(128, high), k0 // 128 + kt)
                 add_columns(sums, w_sb, None, single, term, panel, group, at.tokens, begun)
 
 
@@ -214,9 +212,7 @@ def make_rows(
                         buffer=nl.psum,
                     )
                 )
-            if first.plan.mx_bytes > 0:
-                sum_mx_rows(sums, first_tiles, first, patch, at)
-            elif first.plan.k > 0:
+            if first.plan.k > 0:
                 sum_rows(sums, first_tiles, first, patch, at, False)
             if second.plan.k > 0:
                 sum_rows(sums, second_tiles, second, patch, at, first.plan.k > 0)
@@ -262,28 +258,44 @@ def sum_rows(sums, tiles, term: Term, patch: Patch, at: Block, begun):
                 load_left(term, k0, at)
             tiles.append(load_chunk(term, k0, patch.n0, patch.columns))
         w_sb = tiles[k0 // term.plan.chunk]
-        tile = k0 // 128
-        pairs = rows // 256 if term.plan.double_row else 0
+        if patch.top + patch.left == 0 and term.plan.mx_bytes > 0:
+            move_scales(w_sb, rows, term.plan.mx_bytes, patch.columns)
         for a in range(patch.height):
             ms = 128 * (patch.top + a)
             mw = min(128, at.tokens - ms)
             for b in range(across):
                 ns = patch.left + 512 * b
                 nw = min(512, patch.left + patch.width - ns)
-                for pair in range(pairs):
-                    kt = 2 * pair
-                    nisa.nc_matmul(
-                        dst=sums[a * across + b][0:mw, 0:nw],
-                        stationary=term.left.strip[0:128, tile + kt : tile + kt + 2, ms : ms + mw],
-                        moving=w_sb[0:128, kt : kt + 2, ns : ns + nw],
-                        accumulate=begun or tile + kt > 0,
-                        perf_mode=nisa.matmul_perf_mode.double_row,
-                    )
-                for kt in range(2 * pairs, (rows + 127) // 128):
-                    kp = min(128, rows - 128 * kt)
-                    nisa.nc_matmul(
-                        dst=sums[a * across + b][0:mw, 0:nw],
-                        stationary=term.left.strip[0:kp, tile + kt, ms : ms + mw],
-                        moving=w_sb[0:kp, kt, ns : ns + nw],
-                        accumulate=begun or tile + kt > 0,
-                    )
+                if term.plan.mx_bytes > 0:
+                    even = mw + mw % 2
+                    add_mx_rows(
+                        sums[a * across + b][0:even, 0:nw], w_sb, k0, rows, ns, ms, term,
+                        patch.columns, begun,
+                    )  # fmt: skip
+                else:
+                    add_rows(sums[a * across + b][0:mw, 0:nw], w_sb, k0, rows, ns, ms, term, begun)
+
+
+def add_rows(dst, w_sb, k0, rows, ns, ms, term: Term, begun):
+    """Add the products of a chunk, from output ns and token ms on, to a sum."""
+    tokens = dst.shape[0]
+    columns = dst.shape[1]
+    tile = k0 // 128
+    pairs = rows // 256 if term.plan.double_row else 0
+    for pair in range(pairs):
+        kt = 2 * pair
+        nisa.nc_matmul(
+            dst=dst,
+            stationary=term.left.strip[0:128, tile + kt : tile + kt + 2, ms : ms + tokens],
+            moving=w_sb[0:128, kt : kt + 2, ns : ns + columns],
+            accumulate=begun or tile + kt > 0,
+            perf_mode=nisa.matmul_perf_mode.double_row,
+        )
+    for kt in range(2 * pairs, (rows + 127) // 128):
+        kp = min(128, rows - 128 * kt)
+        nisa.nc_matmul(
+            dst=dst,
+            stationary=term.left.strip[0:kp, tile + kt, ms : ms + tokens],
+            moving=w_sb[0:kp, kt, ns : ns + columns],
+            accumulate=begun or tile + kt > 0,
+        )
