@@ -6,7 +6,8 @@ Queries and keys have the head size on the partitions, in parts of 128; values h
 import nki.isa as nisa
 import nki.language as nl
 
-from .loads_and_stores import turn_tiles
+from .loads_and_stores import load_rows, turn_tiles
+from .records import Part
 
 
 def make_identity():
@@ -67,22 +68,11 @@ def load_keys(k, rope, spec):
 
 def load_values(v, spec):
     """Return v [128, tiles of keys, d + 1], with a column of ones."""
-    tiles = spec.context // 128
-    rest = spec.context % 128
     v_sb = nl.ndarray((128, (spec.context + 127) // 128, spec.d + 1), dtype=v.dtype, buffer=nl.sbuf)
     nisa.memset(dst=v_sb[0:128, 0 : v_sb.shape[1], spec.d : spec.d + 1], value=1.0)
-    for first in range(0, tiles, 4):
-        count = min(4, tiles - first)
-        rows = v[128 * first : 128 * (first + count), 0 : spec.d]
-        nisa.dma_copy(
-            dst=v_sb[0:128, first : first + count, 0 : spec.d],
-            src=rows.reshape_dim(0, (count, 128)).permute((1, 0, 2)),
-        )
-    if rest > 0:
-        nisa.dma_copy(
-            dst=v_sb[0:rest, tiles, 0 : spec.d],
-            src=v[128 * tiles : spec.context, 0 : spec.d],
-        )
+    for c0 in range(0, spec.context, 512):
+        keys = Part(v, c0, min(512, spec.context - c0), 0, spec.d)
+        load_rows(v_sb, c0 // 128, keys, "strided_rows", spec.context)
     return v_sb
 
 
