@@ -13,8 +13,8 @@ data of each 512 features and behind them the scales: those of tile t are on par
 import nki.isa as nisa
 import nki.language as nl
 
-from .loads_and_stores import evict, move
-from .records import Group, Panel, Term
+from .loads_and_stores import evict, load_rows, move
+from .records import Group, Panel, Part, Term
 
 
 def quantize_strip(strip, size, tokens):
@@ -64,14 +64,15 @@ def load_mx_chunk(term: Term, k0, n0, columns):
     before the next is there.
     """
     rows = min(term.plan.chunk, term.plan.k - k0)
-    whole = rows // 512
-    rest = rows % 512
+    tiles = (rows + 511) // 512
     size = term.plan.mx_bytes
     # whole elements from one tile to the next
     width = size * columns + (columns + 3) // 4 * 4
-    tile = nl.ndarray((128, (rows + 511) // 512, width), dtype=nl.uint8, buffer=nl.sbuf)
-    early = min(2 if size * columns < 4096 else 1, whole) if size * columns >= 2048 else whole
-    load_tiles(tile, term, k0, n0, columns, 0, early)
+    tile = nl.ndarray((128, tiles, width), dtype=nl.uint8, buffer=nl.sbuf)
+    wanted = 2 if size * columns < 4096 else 1
+    early = min(wanted if size * columns >= 2048 else tiles, rows // 512)
+    data = term.weight[k0 // 4 : (k0 + rows) // 4, size * n0 : size * (n0 + columns)]
+    load_rows(tile, 0, Part(data, 0, 128 * early, 0, size * columns), "strided_rows", rows)
     for group in range((rows + 2047) // 2048):
         deep = min(2048, rows - 2048 * group)
         place = tile[0:128, group, size * columns : (size + 1) * columns]
@@ -82,26 +83,10 @@ def load_mx_chunk(term: Term, k0, n0, columns):
         else:
             for quadrant in range(min(4, (deep + 127) // 128)):
                 load_scales(place, scales, quadrant, deep // 512, (deep % 512) // 128)
-    for late in range(early, whole):
-        load_tiles(tile, term, k0, n0, columns, late, late + 1)
-    if rest > 0:
-        first = k0 // 4 + 128 * whole
-        data = term.weight[first : first + rest // 4, size * n0 : size * (n0 + columns)]
-        nisa.dma_copy(dst=tile[0 : rest // 4, whole, 0 : size * columns], src=data)
+    for late in range(early, tiles):
+        own = Part(data, 128 * late, min(128, rows // 4 - 128 * late), 0, size * columns)
+        load_rows(tile, late, own, "strided_rows", rows)
     return tile
-
-
-def load_tiles(dst, term: Term, k0, n0, columns, start, stop):
-    """Load the data of tiles of 512 features of a chunk."""
-    size = term.plan.mx_bytes
-    if stop > start:
-        first = k0 // 4 + 128 * start
-        count = stop - start
-        data = term.weight[first : first + 128 * count, size * n0 : size * (n0 + columns)]
-        nisa.dma_copy(
-            dst=dst[0:128, start:stop, 0 : size * columns],
-            src=data.reshape_dim(0, (count, 128)).permute((1, 0, 2)),
-        )
 
 
 def load_scales_by_all(dst, src):
