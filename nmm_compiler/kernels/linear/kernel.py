@@ -15,14 +15,12 @@ import nki.language as nl
 
 from ..pieces.expand import combine, epilogue_of, expand, load_panels
 from ..pieces.groups import (
-    gather_gains,
-    gather_second,
+    gather,
     gathered_rows,
     group_mask,
     index_tiles,
     panels_of,
     project_gathered,
-    read_rows,
 )
 from ..pieces.loads_and_stores import position, split
 from ..pieces.mx import quantize_strip
@@ -160,7 +158,9 @@ def compute_block(
             chosen = own(others.get("index"), 0 if spec.split == "tokens" else -1, at.core)
             if pair.groups.slots > 0:
                 columns = gathered_rows(chosen, pair, at)
-                gains = gather_gains(others.get("row_scale"), columns, pair.u.n)
+                table = others.get("row_scale")
+                gathered = gather(table.reshape((table.shape[0], 1)), columns)
+                gains = gathered.reshape((128, gathered.shape[1]))
             else:
                 stacked = index_tiles(chosen, at.m0, at.tokens)
                 gains = ends.p_scale[pair.place]
@@ -224,7 +224,7 @@ def compute_block(
             panels.append([])
             if spec.gathers:
                 every_v = own(others.get(one.low_rank.v.name), one.low_rank.v.cut, at.core)
-                v_sb = gather_second(every_v, columns, one.n, one.low_rank.r)
+                v_sb = gather(every_v, columns)
                 low_panels.append(
                     panels_of(
                         v_sb, one.low_rank.v.k, one.low_rank.v.block, one.low_rank.v.chunk
@@ -239,7 +239,7 @@ def compute_block(
             if pair.groups.count > 0 and pair.groups.slots == 0:
                 # behind the first loads of weights, which do not wait for the index
                 table = others.get("row_scale").reshape((pair.groups.count, pair.groups.rank))
-                read_rows(stacked, table)
+                gather(table, stacked)
         for one in spec.linears:
             if one.normed:
                 factor = inverse_roots(

@@ -25,7 +25,7 @@ def index_columns(index, m0, tokens):
 
 def check_index(index, table, m0, tokens):
     """Read a row of a table [groups, ...] for each token: there must be one."""
-    read_rows(index_tiles(index, m0, tokens), table)
+    gather(table, index_tiles(index, m0, tokens))
 
 
 def index_tiles(index, m0, tokens):
@@ -36,11 +36,14 @@ def index_tiles(index, m0, tokens):
     return columns
 
 
-def read_rows(columns, table):
-    """Read the rows of a table that columns of an index name."""
+def gather(table, columns):
+    """Return the rows of a table that columns of an index name, [128, tiles of rows, n]."""
+    n = table.shape[1]
+    rows_sb = nl.ndarray((128, len(columns), n), dtype=table.dtype, buffer=nl.sbuf)
     for i in range(len(columns)):
-        row = nl.ndarray((columns[i].shape[0], table.shape[1]), dtype=table.dtype, buffer=nl.sbuf)
-        nisa.dma_copy(dst=row, src=table.vector_select(0, columns[i]))
+        own = rows_sb[0 : columns[i].shape[0], i, 0:n]
+        nisa.dma_copy(dst=own, src=table.vector_select(0, columns[i]))
+    return rows_sb
 
 
 def group_mask(index, gains, pair, at: Block, own_queue):
@@ -122,25 +125,6 @@ def gathered_rows(index, pair, at: Block):
         nisa.tensor_copy(dst=column, src=sums)
         columns.append(column)
     return columns
-
-
-def gather_gains(row_scale, columns, n):
-    """Return the gains of gathered rows, fp32 [128, tiles]."""
-    gains = nl.ndarray((128, (n + 127) // 128), dtype=nl.float32, buffer=nl.sbuf)
-    table = row_scale.reshape((row_scale.shape[0], 1))
-    for tile in range((n + 127) // 128):
-        deep = min(128, n - 128 * tile)
-        nisa.dma_copy(dst=gains[0:deep, tile : tile + 1], src=table.vector_select(0, columns[tile]))
-    return gains
-
-
-def gather_second(v, columns, n, rank):
-    """Return the gathered rows of the second factor: [128, tiles of rows, n]."""
-    v_sb = nl.ndarray((128, (rank + 127) // 128, n), dtype=v.dtype, buffer=nl.sbuf)
-    for tile in range((rank + 127) // 128):
-        deep = min(128, rank - 128 * tile)
-        nisa.dma_copy(dst=v_sb[0:deep, tile, 0:n], src=v.vector_select(0, columns[tile]))
-    return v_sb
 
 
 def panels_of(v_sb, k, block, chunk):
