@@ -152,7 +152,13 @@ def _rewritten(
             program = program.run_decompositions(decompositions())
     except Exception as error:  # torch.export raises many types; the reason is passed on
         raise ModelError(f"decomposition of the graph failed: {error}") from error
-    _refuse_mutation(program)
+    outputs = program.graph_signature.output_specs
+    changed = [str(o.target or o.arg) for o in outputs if o.kind != OutputKind.USER_OUTPUT]
+    if changed:
+        raise ModelError(
+            f"the model changes {', '.join(changed)} in place, which MLIR values cannot express; "
+            "export it with the cache or buffer passed in and returned"
+        )
     _fold_ranges(program.graph)
     return program
 
@@ -220,19 +226,6 @@ def exported_module(
             f"torch.export cannot trace {type(model).__name__}: {error}\n"
             "Pass a model, or the part of one, that torch.export accepts."
         ) from error
-
-
-def _refuse_mutation(exported: ExportedProgram) -> None:
-    changed = [
-        str(spec.target or spec.arg)
-        for spec in exported.graph_signature.output_specs
-        if spec.kind not in (OutputKind.USER_OUTPUT,)
-    ]
-    if changed:
-        raise ModelError(
-            f"the model changes {', '.join(changed)} in place, which MLIR values cannot express; "
-            "export it with the cache or buffer passed in and returned"
-        )
 
 
 def _fold_ranges(graph: torch.fx.Graph) -> None:
@@ -319,7 +312,9 @@ def insert_calls(
             types = ir.FunctionType.get([o.type for o in operands], [r.type for r in results])
             if name not in declared:
                 declared.add(name)
-                _declare(module, name, types)
+                with ir.InsertionPoint(module.body), ir.Location.name(name):
+                    function = load().func.FuncOp(name, types, visibility="private")
+                function.attributes["no_inline"] = ir.UnitAttr.get()
             callee = {"callee": ir.FlatSymbolRefAttr.get(name)}
             replace(operator, "func.call", callee, operands, unpack)
 
@@ -403,14 +398,6 @@ def _import(graph: torch.fx.Graph, context: Any, name: str, module: Any) -> Any:
 
 def _function(module: Any, name: str) -> Any:
     return load().ir.SymbolTable(module.operation)[name].operation
-
-
-def _declare(module: Any, name: str, types: Any) -> None:
-    bindings = load()
-    ir = bindings.ir
-    with ir.InsertionPoint(module.body), ir.Location.name(name):
-        function = bindings.func.FuncOp(name, types, visibility="private")
-    function.attributes["no_inline"] = ir.UnitAttr.get()
 
 
 def _operands(operator: Any) -> list[Any]:

@@ -633,7 +633,10 @@ class _Run:
     """One rewrite: the state of all its graphs. A graph that occurs twice is rewritten once."""
 
     def __init__(self, options: Options, order: tuple[Rule, ...], result: RewriteResult) -> None:
-        self.options, self.order, self.result = options, order, result
+        self.options, self.result = options, result
+        # Runs of built-in rules, rewritten together, and users' rules alone.
+        alike = itertools.groupby(order, lambda rule: "built in" if rule in RULES else rule.name)
+        self.segments = [tuple(rules) for _, rules in alike]
         self.faults = Faults(options.strict, RULES)
         self.done: dict[int, fx.GraphModule] = {}
         self.refused: list[Declined] = []
@@ -675,18 +678,12 @@ class _Run:
             shared = (self.options, self.faults, stored, example_inputs, found, self.refused)
             attempt, values = Attempt(module, own, *shared), None
             with self.faults.guard("rewriting the graph that ends at", last):
-                whole = all(apply(attempt, rules, folder) for rules in _segments(self.order))
+                whole = all(apply(attempt, rules, folder) for rules in self.segments)
                 values = read
         self.result.add(found)
         module.recompile()
         self.done[id(original)] = module
         return module
-
-
-def _segments(order: tuple[Rule, ...]) -> list[tuple[Rule, ...]]:
-    """Split the rules into runs of built-in ones, rewritten together, and users' rules alone."""
-    alike = itertools.groupby(order, lambda rule: "built in" if rule in RULES else rule.name)
-    return [tuple(rules) for _, rules in alike]
 
 
 Child = tuple[fx.GraphModule, list[Any] | None, dict[str, bool]]

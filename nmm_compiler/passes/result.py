@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -25,6 +24,7 @@ from nmm_compiler.kernels.linear.specs import LowRankSpec
 from nmm_compiler.passes import verify
 from nmm_compiler.passes.chains.chain import read_stage
 from nmm_compiler.passes.chains.safety import Refusal
+from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import Canonical, dtype_name, owner_of
 from nmm_compiler.passes.graph.torch_names import target_name
 from nmm_compiler.passes.layout import transposes
@@ -128,12 +128,6 @@ def _looked_up(weight: fx.Node) -> bool:
     return any("embedding" in getattr(user.target, "__name__", "") for user in readers)
 
 
-def _count(sizes: Iterable[Any]) -> int | None:
-    """Return the tokens of a product; None where a size is symbolic."""
-    known = list(sizes)
-    return math.prod(known) if all(isinstance(size, int) for size in known) else None
-
-
 def opportunities(c: Canonical, covered: set[fx.Node]) -> list[Opportunity]:
     """Return the dense products with a constant 2-D weight that factors would make smaller."""
     found: list[Opportunity] = []
@@ -150,7 +144,7 @@ def opportunities(c: Canonical, covered: set[fx.Node]) -> list[Opportunity]:
         r = int(0.8 * k * n / (k + n))
         if r < 1 or min(k, n) < 2:
             continue
-        saved = k * n - r * (k + n)
+        saved, m = k * n - r * (k + n), views.product([*stage.tokens.values()])
         dtype = c.dtype(key)
         found.append(
             Opportunity(
@@ -162,7 +156,7 @@ def opportunities(c: Canonical, covered: set[fx.Node]) -> list[Opportunity]:
                 break_even=-(-k * n // (k + n)),
                 saved_bytes=saved * (2 if dtype is None else dtype.itemsize),
                 saved_flops_per_token=2 * saved,
-                m=_count(stage.tokens.values()),
+                m=m if isinstance(m, int) else None,
                 dtype=dtype_name(dtype),
             )
         )
@@ -568,7 +562,9 @@ def declined_parts(declined: Sequence[Declined]) -> list[Part]:
     """Return each reason once, with its nodes and what would have to change."""
     groups: dict[tuple[str, str, str], list[Declined]] = {}
     for one in reversed(declined):  # rules search from the end of the graph
-        groups.setdefault((one.rule, _without_names(one.reason), one.remedy), []).append(one)
+        # without the numbers of nodes and layers, so that equal reasons meet
+        reason = re.sub(r"(?<=\.)\d+(?=\.)", "*", re.sub(r"(\w)_\d+\b", r"\1", one.reason))
+        groups.setdefault((one.rule, reason, one.remedy), []).append(one)
     lines = []
     for (rule, _, remedy), found in groups.items():
         count = f"{len(found)} x " if len(found) > 1 else ""
@@ -582,11 +578,6 @@ def declined_parts(declined: Sequence[Declined]) -> list[Part]:
             Line(helps, indent=6, hang=3),
         ]
     return [Section("left alone", tuple(lines))] if lines else []
-
-
-def _without_names(reason: str) -> str:
-    """Return a reason without the numbers of nodes and layers, so that equal ones meet."""
-    return re.sub(r"(?<=\.)\d+(?=\.)", "*", re.sub(r"(\w)_\d+\b", r"\1", reason))
 
 
 def _opportunities(found: list[Opportunity], target: str) -> list[Part]:

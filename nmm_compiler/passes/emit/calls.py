@@ -491,23 +491,26 @@ class Call:
 
         Of tensors that are cut over devices: what it computes on one of them.
         """
-        lowering = Lowering(c, self.final, self._tokens_of_one(c))
+        value, tokens = c.tensor(self.source.key), self.tokens_count()
+        if is_distributed(value):
+            tokens = views.product(views.sizes_of(local_part(value))[:-1])
+        lowering = Lowering(c, self.final, tokens_to_judge(tokens))
         given = {"x": self.x_node(lowering), **self.named(lowering)}
         return lowering.kernel(self.op_name, given)
 
-    def _tokens_of_one(self, c: Canonical) -> int:
-        """Return the tokens that decide, those on one device."""
-        value = c.tensor(self.source.key)
-        if not is_distributed(value):
-            return tokens_to_judge(self.tokens_count())
-        return tokens_to_judge(views.product(views.sizes_of(local_part(value))[:-1]))
-
     def _op_call(self, editor: Editor, given: Mapping[str, Any], value: Any) -> fx.Node:
-        """Emit the op; given: its arguments by name."""
-        cut = is_distributed(editor.c.tensor(self.final))
+        """Emit the op; given: its arguments by name.
+
+        Refuses a call whose results are cut over devices in another way than those it replaces.
+        """
+        cut, results = is_distributed(editor.c.tensor(self.final)), self.results()
         node = editor.kernel(self.op_name, given, None if cut else value)
-        if cut:
-            _check_placements(editor, node, self)
+        made = editor.value(node) if self.members else [editor.value(node)]
+        for one, new in zip(results, made, strict=True) if cut else ():
+            want = editor.value(one.final).placements
+            if new.placements != want:
+                why = f"one call returns {new.placements}, the products {want}"
+                raise NotEmittedError(Refusal("device", why, one.final))
         return node
 
 
@@ -554,13 +557,3 @@ def _fp8_branch(c: Canonical, chain: Chain) -> tuple[Stored, ...]:
         return ()
     of_rank = c.shape(stored[0].scale) in ((chain.r, 1), (chain.r,))
     return tuple(stored) if of_rank else ()
-
-
-def _check_placements(editor: Editor, node: fx.Node, call: Call) -> None:
-    """Refuse a call whose results are cut over devices in another way than those it replaces."""
-    made = editor.c.values[node]
-    for one, value in zip(call.results(), made if call.members else [made], strict=True):
-        want = editor.c.values[one.final].placements
-        if value.placements != want:
-            why = f"one call returns {value.placements}, the products {want}"
-            raise NotEmittedError(Refusal("device", why, one.final))

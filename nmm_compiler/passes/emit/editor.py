@@ -26,6 +26,7 @@ from nmm_compiler.passes.graph.torch_names import target_name
 from nmm_compiler.passes.graph.views import Atom, Dims, Size
 
 aten = torch.ops.aten
+_ASSERTION = "_assert_tensor_metadata"
 _ALWAYS_SAID = ("layout", "eps", "target", "executor")
 _COPIED = ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr", "from_node", "custom")
 # Views that are not possible in every memory order, and readers of it.
@@ -244,11 +245,9 @@ class Editor:
             strict = value is not original and target_name(value) in STRIDE_READERS
             call = reader in self.taken or (target_name(reader) or "").startswith("nmm::")
             if strict or not call or self.c.effects.is_written(original):
-                return self.restride(node, old)
-        return node
-
-    def restride(self, node: fx.Node, old: torch.Tensor) -> fx.Node:
-        """Copy a value into the memory order of another of its shape."""
+                break
+        else:
+            return node
         order = sorted(range(old.dim()), key=lambda d: -_magnitude(old.stride()[d]))
         node = self.permute(node, order)
         node = self.call(aten.clone.default, node, memory_format=torch.contiguous_format)
@@ -275,16 +274,14 @@ class Editor:
         replaced: those that may go. read: had readers before; they go where they only compute.
         """
         for node in reversed(list(self.graph.nodes)):
-            if node.op in ("placeholder", "output") or any(map(_is_reader, node.users)):
+            if node.op in ("placeholder", "output"):
+                continue
+            if any(user.users or target_name(user) != _ASSERTION for user in node.users):
                 continue
             if node in replaced or (node in read and is_pure(node, self.c.effects)):
                 for assertion in list(node.users):
                     self.graph.erase_node(assertion)
                 self.graph.erase_node(node)
-
-
-def _is_reader(user: fx.Node) -> bool:
-    return bool(user.users) or target_name(user) != "_assert_tensor_metadata"
 
 
 # A data-dependent size, where strides are sorted: longer than any other.

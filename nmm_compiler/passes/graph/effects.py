@@ -139,15 +139,11 @@ def written_arguments(node: fx.Node, root: nn.Module) -> list[fx.Node]:
     written = [node.kwargs.get("out")]
     if is_inplace_name(name) or inplace_flag(node):  # `_foreach_add_` takes a list
         written.insert(0, node.args[0] if node.args else node.kwargs.get("input"))
-    if name in ("batch_norm", "instance_norm") and _updates_statistics(node):
-        written += node.args[1:3]
+    if name in ("batch_norm", "instance_norm"):
+        given = node.kwargs.get("training", node.kwargs.get("use_input_stats", name[0] == "i"))
+        updates_statistics = node.args[5] if len(node.args) > 5 else given
+        written += node.args[1:3] if updates_statistics else ()
     return _nodes(written)
-
-
-def _updates_statistics(node: fx.Node) -> bool:
-    default = target_name(node) == "instance_norm"
-    given = node.kwargs.get("training", node.kwargs.get("use_input_stats", default))
-    return bool(node.args[5] if len(node.args) > 5 else given)
 
 
 def _nodes(values: Iterable[Any]) -> list[fx.Node]:

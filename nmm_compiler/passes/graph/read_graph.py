@@ -61,9 +61,11 @@ def read_graph(
     trained = (*map(c.tensor, c.leaves), *module.parameters())
     c.trains = any(t is not None and t.requires_grad for t in trained)
     called = (n for n in c.graph.nodes if n.op == "call_module")
+    modules = [fetch_attribute(module, str(n.target)) for n in called]
+    inner = (p for one in modules if isinstance(one, nn.Module) for p in one.parameters())
     own = {n for n, is_stored in c.leaves.items() if is_stored}
     held = any(_is_matrix(c, n) or c.dtype(n) == torch.uint8 for n in own)  # blocks are bytes
-    c.inputs_are_weights = not held and not any(_holds_matrix(c, n) for n in called)
+    c.inputs_are_weights = not held and not any(p.dim() > 1 for p in inner)
     c.input_matrices = {n for n in c.leaves if n not in own and _is_matrix(c, n, most=2)}
     _sweep(c)
     return c
@@ -102,12 +104,6 @@ def _is_matrix(c: Canonical, node: fx.Node, most: int | None = None) -> bool:
     if value is None or not value.is_floating_point():
         return False
     return value.dim() >= 2 and (most is None or value.dim() <= most)
-
-
-def _holds_matrix(c: Canonical, node: fx.Node) -> bool:
-    """Return whether a called module has matrices of its own."""
-    called = fetch_attribute(c.module, str(node.target))
-    return isinstance(called, nn.Module) and any(p.dim() > 1 for p in called.parameters())
 
 
 # -- one node ---------------------------------------------------------------------------------
@@ -195,7 +191,11 @@ def _over_base(c: Canonical, node: fx.Node, source: Key, dims: Dims) -> View | N
     composed = views.compose(dims, inner)
     if composed is None or len(dims) != len(c.sizes(node)):
         return None
-    return None if _is_written_copy(c, node, source) else (base, composed)
+    if c.effects.writers and not isinstance(source, Virtual):
+        shared = c.effects.storages(node) & c.effects.storages(source)
+        if not shared and c.effects.is_written(node, source):
+            return None  # a copy and its source may come to differ
+    return base, composed
 
 
 def _by_strides(c: Canonical, node: fx.Node) -> Result:
@@ -227,11 +227,3 @@ def _shares_constant(c: Canonical, node: fx.Node) -> bool:
         return False
     own = storages_of(c.values.get(node))
     return bool(own) and own <= c.effects.storages(source) and node not in c.effects.writers
-
-
-def _is_written_copy(c: Canonical, node: fx.Node, source: Key) -> bool:
-    """Return whether a copy and its source may come to differ, because either is written."""
-    if not c.effects.writers or isinstance(source, Virtual):
-        return False
-    shared = c.effects.storages(node) & c.effects.storages(source)
-    return not shared and c.effects.is_written(node, source)

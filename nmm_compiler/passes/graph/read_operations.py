@@ -24,7 +24,6 @@ tensor again, are rearrangements that rearrange nothing. Every other one moves d
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -56,7 +55,7 @@ from nmm_compiler.passes.graph.canonical import (
     owner_of,
 )
 from nmm_compiler.passes.graph.effects import upstream
-from nmm_compiler.passes.graph.torch_names import target_name
+from nmm_compiler.passes.graph.torch_names import signature, target_name
 from nmm_compiler.passes.graph.views import Dim, identity
 
 
@@ -85,19 +84,13 @@ def read_call(c: Canonical, call: Call, args: Sequence[Any], kwargs: Mapping[str
     handler = TABLE.get(call.name)
     if handler is None:
         return None
-    names = _parameters(handler)
+    names = signature(handler)[2:]
     given = dict(zip(names, args, strict=False))
     for name, value in kwargs.items():
         own = name if name in names else ALIASES.get(name)
         if own in names:
             given.setdefault(own, value)
     return handler(c, call, **given)
-
-
-@functools.cache
-def _parameters(handler: Handler) -> tuple[str, ...]:
-    """Return the names of what a handler reads of a call."""
-    return tuple(inspect.signature(handler).parameters)[2:]
 
 
 LARGEST_ELEMENTS = 1 << 26  # of a value that is computed to be read: 8192 queries and keys

@@ -78,6 +78,9 @@ def spelled_out(c: Canonical, node: fx.Node, name: str) -> Activation | Norm | N
 
 def _read(c: Canonical, end: fx.Node) -> Activation | Norm | None:
     """Try each value that several steps read as the argument of the expression."""
+    rank = len(c.sizes(end))
+    if not 0 < rank <= _LARGEST_RANK:
+        return None
     readers: dict[View, list[fx.Node]] = {}
     steps = [end]
     for node in steps:
@@ -93,12 +96,15 @@ def _read(c: Canonical, end: fx.Node) -> Activation | Norm | None:
         if len(reads) < 2 or views.shape_of(root[1]) != c.shape(end):
             continue
         inner: set[fx.Node] = set()
-        form = _form(c, end, reads[0], inner)
-        if form is not None:
-            inner.discard(end)
+        keeps_dtype = c.dtype(reads[0]) == c.dtype(end)
+        try:
+            found = _recognized(_program(c, end, reads[0], inner), rank, keeps_dtype)
+        except (ArithmeticError, ValueError, TypeError, RuntimeError):
+            continue  # other arguments, or no function of small tensors
+        if found is not None:
             c.bent.discard(end)
-            c.helpers[end] = frozenset(inner)
-            return form
+            c.helpers[end] = frozenset(inner - {end})
+            return found(reads[0])
     return None
 
 
@@ -120,20 +126,6 @@ class _Value(NamedTuple):
 
 Program = tuple[tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]], ...]
 """The steps of an expression in order: name, arguments and keywords of each."""
-
-
-def _form(
-    c: Canonical, end: fx.Node, value: fx.Node, steps: set[fx.Node]
-) -> Activation | Norm | None:
-    """Return what an expression computes of a value; add its steps."""
-    rank = len(c.sizes(end))
-    if not 0 < rank <= _LARGEST_RANK:
-        return None
-    try:
-        found = _recognized(_program(c, end, value, steps), rank, c.dtype(value) == c.dtype(end))
-    except (ArithmeticError, ValueError, TypeError, RuntimeError):
-        return None  # other arguments, or no function of small tensors
-    return None if found is None else found(value)
 
 
 def _program(c: Canonical, end: fx.Node, value: fx.Node, steps: set[fx.Node]) -> Program:

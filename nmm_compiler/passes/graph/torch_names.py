@@ -142,12 +142,12 @@ def changes_gradient(node: fx.Node) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _signature(target: Any) -> tuple[str, ...]:
+def signature(target: Any) -> tuple[str, ...]:
     """Return the parameter names of a Python function."""
     return tuple(inspect.signature(target).parameters)
 
 
 def inplace_flag(node: fx.Node) -> bool:
     """Return whether a Python function of torch is asked to work in place (`F.relu(x, True)`)."""
-    names = _signature(node.target) if inspect.isfunction(node.target) else ()
+    names = signature(node.target) if inspect.isfunction(node.target) else ()
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}.get("inplace") is True

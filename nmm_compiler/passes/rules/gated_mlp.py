@@ -52,26 +52,10 @@ from nmm_compiler.passes.rules.lowrank import products_at
 GATES = ("silu", "gelu", "gelu_tanh", "relu", "identity")
 
 
-def _activated(c: Canonical, key: Key) -> tuple[str, Key, frozenset[fx.Node]] | None:
-    """Read a value as activation(inner), however the activation is spelled."""
-    form = c.form(key)
-    if not isinstance(form, Activation) or not c.is_whole(key):
-        return None
-    return form.name, form.value, covered(c, key, [form.value])
-
-
 def _is_product(c: Canonical, key: Key) -> bool:
     form = c.form(key)
     inner = isinstance(form, Add) and isinstance(form.a, Virtual)
     return inner or isinstance(form, Product)
-
-
-def is_gate(c: Canonical, key: Key) -> bool:
-    """Return whether a value is the product of two activations of one shape."""
-    form = c.forms.get(key)
-    if not isinstance(form, Scale) or isinstance(form.factor, float):
-        return False
-    return not c.is_weight(form.factor) and c.shape(form.value) == c.shape(form.factor)
 
 
 def gates_at(
@@ -81,13 +65,16 @@ def gates_at(
 
     is_linear: says of a factor that no activation may stand behind it.
     """
-    if not is_gate(c, node):
+    form = c.forms.get(node)
+    if not isinstance(form, Scale) or isinstance(form.factor, float) or c.is_weight(form.factor):
         return
-    form: Any = c.forms[node]
+    if c.shape(form.value) != c.shape(form.factor):
+        return
     for gate, up in form.orders:
-        read = _activated(c, gate)
-        if read is not None:
-            yield node, read, up
+        function = c.form(gate)
+        if isinstance(function, Activation) and c.is_whole(gate):
+            nodes = covered(c, gate, [function.value])
+            yield node, (function.name, function.value, nodes), up
     if is_linear(c, form.value) and is_linear(c, form.factor):
         yield node, ("identity", form.value, path_nodes(c, form.value)), form.factor
 
@@ -117,7 +104,9 @@ def read_gated(c: Canonical, candidate: Any, down: Chain | None = None) -> Call 
     if gate is None or up is None:
         return _no_projection(c, node, inner, up_key)
     low = any(p is not None and p.second for p in (gate, up, down))
-    if not low and not (down is not None and _is_bottleneck(gate, down)):
+    if down is not None:  # where h is so narrow that dense ones save work
+        low = low or gate.n * (gate.u.k + down.n) < gate.u.k * down.n
+    if not low:
         return None
     if not same_tokens(c, gate.first, gate.out_dims, up.first, up.out_dims):
         return Refusal("other_x", "gate and up do not read the same x", node)
@@ -136,11 +125,6 @@ def read_gated(c: Canonical, candidate: Any, down: Chain | None = None) -> Call 
             node,
         )
     return Call.of(c, "gated_mlp_up", (gate, up), node, gate.out_dims, activation=activation)
-
-
-def _is_bottleneck(gate: Chain, down: Chain) -> bool:
-    """Return whether the product of gate and up is so narrow that it saves work."""
-    return gate.n * (gate.u.k + down.n) < gate.u.k * down.n
 
 
 def _no_projection(c: Canonical, node: fx.Node, gate: Key, up: Key) -> Refusal | None:
