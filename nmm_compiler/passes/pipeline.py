@@ -75,7 +75,7 @@ class Attempt:
     refused: list[Declined]
     rules: tuple[Rule, ...] = ()
     c: Canonical = dataclasses.field(init=False)
-    matches: list[Match] = dataclasses.field(init=False)
+    matches: list[Match] = dataclasses.field(default_factory=list)
     moved: set[fx.Node] = dataclasses.field(init=False)
     declined: list[tuple[Declined, bool]] = dataclasses.field(init=False)
     editor: Editor = dataclasses.field(init=False)
