@@ -110,7 +110,13 @@ def fold_chain(editor: Editor, chain: Chain, stored: Sequence[Stored] = ()) -> d
     Return u and v, or u alone, in the layouts of the chain, and scale and bias of scale * (x u) v +
     bias; with inner_bias and inner_gain of a function between the products.
     """
-    u, v = _weights(editor, chain, stored)
+    nodes: list[Any]
+    if stored:
+        pairs = zip(stored, chain.factors, strict=True)
+        nodes = [one.values_node(editor, weight) for one, weight in pairs]
+    else:
+        nodes = [weight_node(editor, weight) for weight in chain.factors]
+    u, v = [*nodes, None][:2]  # a dense product has no v
     plain_v = v  # the inner bias is multiplied by v before scales are folded into v
     scale, bias = 1.0, None
 
@@ -140,16 +146,6 @@ def fold_chain(editor: Editor, chain: Chain, stored: Sequence[Stored] = ()) -> d
         bias = editor.call(aten.mv.default, matrix, bias)
     absorb(chain.after, chain.n)
     return {"u": u, "v": v, "scale": scale, "bias": bias, "inner_bias": inner, "inner_gain": gain}
-
-
-def _weights(editor: Editor, chain: Chain, stored: Sequence[Stored]) -> tuple[Any, Any]:
-    """Return the nodes of u and v as they are stored; None for v of a dense product."""
-    if stored:
-        pairs = zip(stored, chain.factors, strict=True)
-        nodes = [one.values_node(editor, weight) for one, weight in pairs]
-    else:
-        nodes = [weight_node(editor, weight) for weight in chain.factors]
-    return (*nodes, None)[0], (*nodes, None)[1]
 
 
 def join(

@@ -107,13 +107,29 @@ class LoRA(Adapter):
 
 @once
 def _read_sum(c: Canonical, key: Key, form: Add) -> Chain | Refusal | None:
-    """Read a sum as a base and branches of one x."""
+    """Read the terms of a sum as one dense projection at most, the base, and low-rank ones, all of
+    one x; None for other terms."""
     terms: list[Term] = []
     _flatten(c, form, 1.0, terms)
-    read = _base_and_branches(c, terms)
-    if read is None:
+    base: Chain | None = None
+    branches: list[Chain] = []
+    for value, factor in terms:
+        if c.is_weight(value):
+            return None
+        one = read_projection(c, value)
+        if one is None and len(c.input_matrices) > 1:
+            one = read_projection(c, value, True)
+        if one is None:
+            return None
+        if one.second is not None:
+            scale = () if factor == 1.0 else (Step("scale", factor),)
+            branches.append(dataclasses.replace(one, after=(*one.after, *scale)))
+        elif base is None and factor == 1.0 and one.only_bias():
+            base = one
+        else:
+            return None
+    if not branches or (base is None and len(branches) < 2):
         return None
-    base, branches = read
     first, bases = branches[0], [] if base is None else [base]
     alike = all(
         same_tokens(c, branch.first, branch.out_dims, one.first, one.out_dims)
@@ -187,32 +203,6 @@ def _nested(c: Canonical, value: Key) -> tuple[Add, float] | None:
     if c.is_weight(form.a) or c.is_weight(form.b):
         return None
     return form, math.prod(numbers, start=1.0)
-
-
-def _base_and_branches(
-    c: Canonical, terms: list[tuple[Key, float]]
-) -> tuple[Chain | None, list[Chain]] | None:
-    """Read the terms as low-rank projections and one dense one at most; None for other terms."""
-    base: Chain | None = None
-    branches: list[Chain] = []
-    for key, factor in terms:
-        if c.is_weight(key):
-            return None
-        found = read_projection(c, key)
-        if found is None and len(c.input_matrices) > 1:
-            found = read_projection(c, key, True)
-        if found is None:
-            return None
-        if found.second is not None:
-            scale = () if factor == 1.0 else (Step("scale", factor),)
-            branches.append(dataclasses.replace(found, after=(*found.after, *scale)))
-        elif base is None and factor == 1.0 and found.only_bias():
-            base = found
-        else:
-            return None
-    if not branches or (base is None and len(branches) < 2):
-        return None
-    return base, branches
 
 
 def _later_readers(c: Canonical, node: fx.Node) -> list[fx.Node]:
