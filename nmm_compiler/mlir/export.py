@@ -43,7 +43,7 @@ from nmm_compiler.mlir.module import (
 )
 from nmm_compiler.ops.registration import DEFINITIONS
 from nmm_compiler.options import Options
-from nmm_compiler.passes.graph.capture import arguments, export
+from nmm_compiler.passes.graph.capture import Function, arguments, export
 
 MAIN = "main"
 _OPERATOR = "torch.nmm."
@@ -328,9 +328,14 @@ def give_body(module: Any, name: str, call: KernelCall) -> None:
         shape = [next(sizes) if size is None else size for size in operand.shape]
         examples.append(torch.zeros(shape, dtype=getattr(torch, operand.dtype)))
         free.append({d: automatic for d, size in enumerate(operand.shape) if size is None})
+
+    def reference(*tensors: Tensor) -> Any:
+        args, kwargs = call.rebuild(tensors.__getitem__)
+        return DEFINITIONS[call.op].reference(*args, **kwargs)
+
     with quiet():
         exported = torch.export.export(
-            _Reference(call),
+            Function(reference),
             tuple(examples),
             dynamic_shapes=(tuple(free),) if call.dynamic else None,
             strict=False,
@@ -357,18 +362,6 @@ def _attribute(value: Any) -> Any:
     if isinstance(value, int):
         return ir.IntegerAttr.get(ir.IntegerType.get_signless(64), value)
     return ir.StringAttr.get(value)
-
-
-class _Reference(torch.nn.Module):
-    """The reference of one call as a module of its tensors."""
-
-    def __init__(self, call: KernelCall) -> None:
-        super().__init__()
-        self.call = call
-
-    def forward(self, *tensors: Tensor) -> Any:
-        args, kwargs = self.call.rebuild(tensors.__getitem__)
-        return DEFINITIONS[self.call.op].reference(*args, **kwargs)
 
 
 def _import(graph: torch.fx.Graph, context: Any, name: str, module: Any) -> Any:

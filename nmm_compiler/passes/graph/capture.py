@@ -74,7 +74,7 @@ def to_graph(model: Any, example_inputs: Any) -> tuple[fx.GraphModule, Sequence[
             "a model that is not a graph yet needs example_inputs to be traced; "
             "pass them as nmm_compiler.rewrite(model, (x,))"
         )
-    module = model if isinstance(model, nn.Module) else _Function(model)
+    module = model if isinstance(model, nn.Module) else Function(model)
     try:
         program = export(module, args, kwargs)
     except Exception as error:
@@ -132,7 +132,9 @@ def _unflatten_attributes(kind: Any, values: Any, context: Any) -> Any:
     return made
 
 
-class _Function(nn.Module):
+class Function(nn.Module):
+    """A module of a function."""
+
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
         self.function = function
