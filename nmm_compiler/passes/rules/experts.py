@@ -535,26 +535,24 @@ def _function(
             run.env[node] = run.env[node.args[0]] if cast else run.run_node(node)
     except (TypeError, RuntimeError, KeyError, AttributeError):
         return None
-    numbers = (
-        {
-            float(value)
-            for node in nodes
-            if name_of(node) in names
-            for value in (*node.args, *node.kwargs.values())
-            if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
-        }
-        for names in (("clamp", "clamp_max", "clip"), ("mul",), ("add",))
-    )
+    kinds = ("clamp", "clamp_max", "clip"), ("mul",), ("add",)
+    numbers = (_numbers([n for n in nodes if name_of(n) in names]) for names in kinds)
     return said_of(sample, run.env[last], *numbers)
+
+
+def _numbers(nodes: list[Any]) -> set[float]:
+    """Return the magnitudes of the numbers that nodes have as arguments, but for 0."""
+    given = (value for node in nodes for value in (*node.args, *node.kwargs.values()))
+    numbers = (value for value in given if isinstance(value, (int, float)))
+    return {abs(float(value)) for value in numbers if value and not isinstance(value, bool)}
 
 
 def _samples(nodes: list[Any], width: int) -> torch.Tensor:
     """Return rows whose elements are any of some numbers: small, large, beside those of nodes."""
     points = {0.0, *torch.linspace(-12, 12, 49).tolist(), 50.0, -50.0, 1000.0, -1000.0}
-    for node in nodes:
-        for number in (*node.args, *node.kwargs.values()):
-            if isinstance(number, (int, float)) and abs(number) < 1e6:
-                points |= {side * factor * number for side in (-1, 1) for factor in (0.9, 1.1, 3)}
+    for number in _numbers(nodes):
+        if number < 1e6:
+            points |= {side * factor * number for side in (-1, 1) for factor in (0.9, 1.1, 3)}
     made = torch.tensor(sorted(points), dtype=torch.float64)
     rows = max(1, 8192 // width)
     drawn = torch.randint(len(made), (rows, width), generator=torch.Generator().manual_seed(0))
