@@ -71,14 +71,10 @@ class Source:
 
     def tokens(self) -> Dims:
         """Return the token dimensions in the order they have in the value."""
-        out: list[Dim] = []
-        for dim in self.dims:
-            rest = tuple(a for a in dim if a.axis != FEATURE)
-            if rest or not dim:
-                out.append(rest)
-        if self.k == 1 and out and out[-1] == ():
-            out.pop()  # the feature dimension itself, of size 1
-        return tuple(out)
+        rests = (tuple(a for a in dim if a.axis != FEATURE) for dim in self.dims)
+        out = tuple(rest for rest, dim in zip(rests, self.dims, strict=True) if rest or not dim)
+        alone = self.k == 1 and out[-1:] == ((),)  # the feature dimension itself, of size 1
+        return out[:-1] if alone else out
 
     def is_row(self) -> bool:
         """Return whether the value is [tokens..., k] as it is."""

@@ -541,7 +541,7 @@ def _turned(c: Canonical, call: Call, source: fx.Node) -> Result:
     with _disable_current_modes():
         probe = torch.empty(sizes, device="meta")
         turned = _apply(node, *fx.map_arg((node.args, node.kwargs), lambda _: probe))
-    return source, views.permute(dims, [sizes.index(size) for size in turned.shape])
+    return source, tuple(dims[sizes.index(size)] for size in turned.shape)
 
 
 _DIFFERENT = (2, 3, 5, 7, 11, 13, 17, 19)

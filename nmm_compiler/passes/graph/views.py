@@ -128,11 +128,6 @@ def reshape(dims: Dims, shape: Sequence[Size]) -> Dims | None:
     return None if queue else tuple(out)
 
 
-def permute(dims: Dims, order: Sequence[int]) -> Dims:
-    """Return the dimensions in a new order."""
-    return tuple(dims[i] for i in order)
-
-
 def expand(dims: Dims, shape: Sequence[Size]) -> Dims | None:
     """Broadcast to `shape`: missing and size-1 dimensions become BROADCAST atoms."""
     lead = len(shape) - len(dims)

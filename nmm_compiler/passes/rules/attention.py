@@ -31,7 +31,6 @@ from nmm_compiler.errors import NmmError
 from nmm_compiler.passes.chains.safety import Refusal, refuse
 from nmm_compiler.passes.emit.calls import Lowering
 from nmm_compiler.passes.emit.editor import Editor, aten
-from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import (
     Activation,
     Add,
@@ -197,7 +196,8 @@ def _scores(c: Canonical, key: Key) -> dict[str, Any] | None:
         form = c.forms[inner]
     if not isinstance(form, Product) or not _is_matmul(c, form) or scale <= 0 or cap < 0:
         return None
-    k = _behind(c, form.rhs, views.permute(c.base(form.rhs)[1], (0, 1, 3, 2)))
+    *outer, keys, features = c.base(form.rhs)[1]
+    k = _behind(c, form.rhs, (*outer, features, keys))
     if k is None:
         return None
     return {"query": form.lhs, "key": k, "scale": scale, "soft_cap": cap}
