@@ -219,10 +219,25 @@ class Attempt:
         yield from (f"declined: {one}" for one in self.result.declined)
 
     def _emit_one(self, match: Match, rule: Rule) -> None:
-        """Emit what replaces a match; set `dropped` where it fails."""
-        self.editor.at, fault = match.node, False
+        """Let a rule emit what replaces its match; set `dropped` where it fails."""
+        editor, call = self.editor, match.data
+        editor.at, before, fault = match.node, len(editor.added), False
+        results = call.results() if isinstance(call, Call) else ()
+        finals = [one.final for one in results] or [match.node]
         try:
-            _emit(self.c, self.editor, match, rule)
+            new = rule.rewrite(self.c, match, editor)
+            if not (results and results[0].unread):
+                if not isinstance(new, fx.Node):
+                    said = f"rewrite returned {new!r}; return the node that takes the match's place"
+                    raise TypeError(said)
+                _check_replacement(self.c, match.node, new)
+                editor.replace(match.node, new)
+            replaced = ((old.name, editor.replaced.get(old)) for old in finals)
+            match.emitted = tuple((old, one.name) for old, one in replaced if one is not None)
+            match.added = tuple(node.name for node in editor.added[before:])
+            if results:
+                made = dict.fromkeys(one.out_layout for one in results)
+                match.info |= {"x_layout": call.x_layout, "out_layout": ",".join(made)}
             return
         except NotEmittedError as error:
             why = Declined.of(rule.name, error.refusal, match.node, self.faults.graph)
@@ -231,14 +246,9 @@ class Attempt:
             self.faults.keep(error, "emitting", match.node, rule)
             fault = True
         self.dropped = True
-        self.faults.leave(rule.name, *_places(match), fault=fault)
-
-
-def _places(match: Match) -> list[str]:
-    """Return the names of the nodes at which the next attempt would meet a match."""
-    call = match.data
-    results = call.results() if isinstance(call, Call) else ()
-    return [match.name, *(one.final.name for one in results)]
+        # the nodes at which the next attempt would meet a match
+        names = [match.name, *(one.name for one in finals)]
+        self.faults.leave(rule.name, *names, fault=fault)
 
 
 def _terms(c: Canonical, nodes: frozenset[fx.Node]) -> int:
@@ -249,26 +259,6 @@ def _terms(c: Canonical, nodes: frozenset[fx.Node]) -> int:
         sizes = [size for label, size in labelled if label not in form.out_labels]
         total += sum(size if isinstance(size, int) else TYPICAL_TOKENS for size in sizes)
     return total
-
-
-def _emit(c: Canonical, editor: Editor, match: Match, rule: Rule) -> None:
-    """Let a rule emit what replaces its match."""
-    call = match.data
-    before = len(editor.added)
-    new = rule.rewrite(c, match, editor)
-    if not isinstance(call, Call) or not call.results()[0].unread:
-        if not isinstance(new, fx.Node):
-            said = f"rewrite returned {new!r}; return the node that takes the match's place"
-            raise TypeError(said)
-        _check_replacement(c, match.node, new)
-        editor.replace(match.node, new)
-    finals = [one.final for one in call.results()] if isinstance(call, Call) else [match.node]
-    replaced = editor.replaced
-    match.added = tuple(node.name for node in editor.added[before:])
-    match.emitted = tuple((old.name, replaced[old].name) for old in finals if old in replaced)
-    if isinstance(call, Call):
-        made = dict.fromkeys(one.out_layout for one in call.results())
-        match.info |= {"x_layout": call.x_layout, "out_layout": ",".join(made)}
 
 
 def _combined(rule: Rule, given: list[Match], joined: Any) -> list[Match | Refusal]:
