@@ -122,20 +122,16 @@ def constant_value(graph: Canonical, node: fx.Node) -> torch.Tensor | fx.Node:
     with _disable_current_modes(), torch.no_grad():
         for current in graph.graph.nodes:
             if current in cone:
+                given = fx.map_arg((current.args, current.kwargs), values.__getitem__)
+                args, kwargs = fx.node.map_aggregate(given, _on_cpu)
+                if "device" in kwargs:
+                    kwargs = {**kwargs, "device": torch.device("cpu")}
                 try:
-                    values[current] = _run(current, values)
+                    values[current] = _apply(current, args, kwargs)
                 except (TypeError, RuntimeError, ValueError, IndexError):
                     return current
     found = values[node]
     return found if isinstance(found, torch.Tensor) else node
-
-
-def _run(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-    given = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-    args, kwargs = fx.node.map_aggregate(given, _on_cpu)
-    if "device" in kwargs:
-        kwargs = {**kwargs, "device": torch.device("cpu")}
-    return _apply(node, args, kwargs)
 
 
 def _apply(node: fx.Node, args: Any, kwargs: Any) -> Any:
