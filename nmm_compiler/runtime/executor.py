@@ -80,8 +80,10 @@ class KernelExecutor:
     ) -> Any:
         """Return the results of an op's launches, in its shapes."""
         m = int(tokens(args[0], kwargs))
+        transpose = None
+        if has_own_memory(args[0]):  # else, as in a trace, each call would make the copy
+            transpose = functools.partial(PACKS.transposed, freeze=options.freeze)
         try:
-            transpose = _transpose_for(args[0], options)
             lowered = lower(name, args, kwargs, m, transpose, lnc=options.lnc)
         except (SpecError, ShapeError, UnknownNameError) as error:
             if options.strict:
@@ -177,17 +179,6 @@ def _with_more_terms(launch: Launch, terms: int) -> Launch:
     return dataclasses.replace(
         launch, spec=dataclasses.replace(spec, k=terms), operands=(x, w, *rest)
     )
-
-
-def _transpose_for(x: Tensor, options: Options) -> Callable[[Tensor], Tensor] | None:
-    """Return the function that transposes weights; None where no copy can be kept.
-
-    While tracing, and on lazy devices, every call would make the copy: there the kernel reads the
-    stored weight.
-    """
-    if not has_own_memory(x):
-        return None
-    return functools.partial(PACKS.transposed, freeze=options.freeze)
 
 
 @functools.cache
