@@ -108,7 +108,11 @@ def export_mlir(
 
     given = _arguments(program, weights)
     module = _import(program.graph, lower.context(), MAIN, None)
-    _name_arguments(module, given)
+    ir = load().ir
+    with module.context:
+        function = _function(module, MAIN)
+        said = ({f"nmm.{one.kind}": ir.StringAttr.get(one.name)} for one in given)
+        function.attributes["arg_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(one) for one in said])
     insert_calls(module, calls, lambda call: found[call.signature()].name)
     if kernels == "inline":
         for signature, kernel in found.items():
@@ -274,17 +278,6 @@ def _arguments(program: ExportedProgram, weights: str) -> list[Argument]:
         like = TensorType.of(value)
         found.append(Argument(name, kind, like.shape, like.dtype))
     return found
-
-
-def _name_arguments(module: Any, given: Sequence[Argument]) -> None:
-    """Put the name of each argument on it."""
-    ir = load().ir
-    with module.context:
-        entries = [
-            ir.DictAttr.get({f"nmm.{argument.kind}": ir.StringAttr.get(argument.name)})
-            for argument in given
-        ]
-        _function(module, MAIN).attributes["arg_attrs"] = ir.ArrayAttr.get(entries)
 
 
 def insert_calls(
