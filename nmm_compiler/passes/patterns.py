@@ -63,7 +63,7 @@ from nmm_compiler.passes.graph.canonical import (
 from nmm_compiler.passes.graph.metadata import collect_values
 from nmm_compiler.passes.graph.read_graph import read_graph
 from nmm_compiler.passes.graph.torch_names import target_name
-from nmm_compiler.passes.graph.views import Atom, Dims, Size
+from nmm_compiler.passes.graph.views import Dims, Size
 from nmm_compiler.passes.rules.base import Match, Rule
 
 _SIZE = 8
@@ -430,8 +430,9 @@ class Unifier:
         if {*place} - {None} != {*range(len(shape))}:
             return
         dims = tuple(place[axis] for axis in range(len(shape)))
-        if not _covers([a for dim in dims for a in dim], self.c.sizes(other)):
-            return
+        sizes = dict(enumerate(self.c.sizes(other)))
+        if views.invert(dims, views.identity(views.shape_of(dims)), sizes) is None:
+            return  # other than all of the graph's value
         if not isinstance(self.p.forms[base], Leaf):  # a parameter leaves its views to the graph
             found = dataclasses.replace(found, nodes=found.nodes | path_nodes(self.c, theirs))
         yield from self._value(base, other, dims, found)
@@ -515,17 +516,6 @@ def labels_of(dim: views.Dim, form: Product, shape: tuple[Size, ...]) -> tuple[i
     """Return the labels of whole axes of a product's result; None where one is cut."""
     axes = [views.whole_axis((atom,), shape) for atom in dim]
     return None if None in axes else tuple(form.out_labels[a] for a in axes if a is not None)
-
-
-def _covers(atoms: Sequence[Atom], shape: tuple[Size, ...]) -> bool:
-    """Return whether atoms are all the elements of a value, each once."""
-    if any(a.axis < 0 for a in atoms):
-        return False
-    for axis, size in enumerate(shape):
-        own = sorted((a for a in atoms if a.axis == axis), key=lambda a: str(a.inner))
-        if views.product([a.size for a in own]) != size or len({a.inner for a in own}) != len(own):
-            return False
-    return True
 
 
 Where = Callable[..., bool | str]

@@ -228,12 +228,10 @@ class Editor:
 
     def arrange(self, node: fx.Node, have: Dims, want: Dims) -> fx.Node:
         """Turn a value whose dimensions are `have` into one whose dimensions are `want`."""
-        have_atoms, want_atoms = _refine(have, want)
-        if [a for d in have_atoms for a in d] != [a for d in want_atoms for a in d]:
-            flat = [a for d in have_atoms for a in d]
-            node = self.reshape(node, [a.size for a in flat])
-            order = [flat.index(a) for d in want_atoms for a in d]
-            node = self.permute(node, order)
+        atoms, wanted = _refine(have, want)
+        if atoms != wanted:
+            node = self.reshape(node, [atom.size for atom in atoms])
+            node = self.permute(node, [atoms.index(atom) for atom in wanted])
         return self.reshape(node, views.shape_of(want))
 
     def like(self, node: fx.Node, original: fx.Node) -> fx.Node:
@@ -304,18 +302,18 @@ def stride_key(value: torch.Tensor) -> tuple[Any, ...]:
     return tuple(stride for size, stride in pairs if size != 1)
 
 
-def _refine(have: Dims, want: Dims) -> tuple[Dims, Dims]:
-    """Split atoms on both sides until they are the same set."""
+def _refine(have: Dims, want: Dims) -> list[list[Atom]]:
+    """Return the atoms of both sides in order, split until they are the same set."""
     cuts: dict[int, set[Size]] = {}
     for dim in (*have, *want):
         for atom in dim:
             cuts.setdefault(atom.axis, set()).update(
                 (atom.inner, views.times(atom.inner, atom.size))
             )
-    return (
-        tuple(tuple(p for a in dim for p in _split(a, cuts[a.axis])) for dim in have),
-        tuple(tuple(p for a in dim for p in _split(a, cuts[a.axis])) for dim in want),
-    )
+    return [
+        [part for dim in dims for atom in dim for part in _split(atom, cuts[atom.axis])]
+        for dims in (have, want)
+    ]
 
 
 def _split(atom: Atom, cuts: set[Size]) -> list[Atom]:
