@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kernels.judge import prove_right, spec_of
+from processes import ran
 
 from nmm_compiler.cache.foreign import check_shape
 from nmm_compiler.codegen.beta1.translate import to_beta_1
@@ -321,3 +322,22 @@ def test_many_random_specs_are_right(family, target, data):
         return  # nothing legal, in either dialect
     assert lint_source(kernel.source) == ()
     prove_right(kernel, seed=1)
+
+
+# In an interpreter that is not ours.
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "beta1_interpreter.py"
+INSTALL = (
+    "git clone https://github.com/Deep-Learning-Profiling-Tools/triton-viz; "
+    "pytest tests/codegen --triton-viz triton-viz"
+)
+
+
+@pytest.mark.parametrize("target", ["trn1", "trn2"])
+def test_every_family_is_right_in_triton_viz(request, target):
+    clone = request.config.getoption("--triton-viz", default=None)
+    if clone is None:
+        pytest.skip(INSTALL)
+    lines = ran(SCRIPT, clone, "--target", target, timeout=600).stdout.splitlines()
+    assert len(lines) == 28
+    assert all(": right, " in line for line in lines)

@@ -3,8 +3,11 @@
 import dataclasses
 import io
 import json
+import os
+import signal
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from pathlib import Path
 
 import pytest
 from processes import Executor
@@ -14,7 +17,9 @@ from nmm_compiler.cache.entry import make
 from nmm_compiler.cache.store import Store
 from nmm_compiler.cli import cache as cache_command
 from nmm_compiler.codegen import build, choose, tune, tuned
+from nmm_compiler.codegen.build_many import fill
 from nmm_compiler.codegen.machine_target import machine_target
+from nmm_compiler.codegen.on_ray import RayExecutor
 from nmm_compiler.codegen.tune import time_candidates
 from nmm_compiler.errors import CacheError, SpecError, WorkerError
 from nmm_compiler.kernels.linear.specs import LowRankSpec
@@ -252,3 +257,50 @@ def test_a_compiled_file_brings_its_tunings(cache, tmp_path, monkeypatch):
         with pytest.raises(CacheError):
             ahead_of_time.take(data, options)
     assert len(list(Store.open().entries())) == entries
+
+
+# A local Ray cluster whose workers are killed: the choice of a serial run, nothing lost.
+
+LAYERS = [LowRankSpec(m=m, k=512, r=64, n=1024) for m in (8, 16, 64, 128)]
+
+
+def descendants(root):
+    """Return {pid: command} of the processes below `root`."""
+    parents, commands = {}, {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal():
+            try:
+                status = (folder / "stat").read_text()
+                commands[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
+            except OSError:
+                continue
+            parents[int(folder.name)] = int(status.rpartition(")")[2].split()[1])
+    below = {root}
+    while True:
+        more = {pid for pid, parent in parents.items() if parent in below} - below
+        if not more:
+            return {pid: commands[pid] for pid in below - {root}}
+        below |= more
+
+
+@pytest.mark.long
+def test_a_cluster_with_killed_workers(cache, tmp_path, monkeypatch):
+    pytest.importorskip("ray")
+    serial = tune.tune(LAYERS, jobs=1)
+    elsewhere(tmp_path, monkeypatch, "ray")
+    killed = []
+
+    def kill(words, done, known):
+        if len(killed) < done <= 3:
+            below = descendants(os.getpid()).items()
+            busy = [pid for pid, command in below if command.startswith("ray::time_cand")]
+            if busy:
+                os.kill(busy[0], signal.SIGKILL)
+                killed.append(busy[0])
+
+    with RayExecutor(cores=3) as executor:
+        made = tune.tune(LAYERS, executor=executor, progress=kill)
+        filled = fill([(spec, "trn2") for spec in LAYERS], executor=executor)
+    assert killed
+    assert made == serial  # every schedule once, with the same times and the same choice
+    assert filled.built == len(LAYERS)
