@@ -3,35 +3,35 @@
 import dataclasses
 
 import pytest
-from judge import prove_right, run_with_index, within
+from judge import prove_right, run_with_index, spec_of, within
 
 from nmm_compiler.codegen.build import build_kernel
-from nmm_compiler.errors import NmmError, OutOfBoundsError, SpecError
+from nmm_compiler.errors import OutOfBoundsError
 from nmm_compiler.kernels.linear import AdaptersSpec, MatmulSpec
 
-LOADED = AdaptersSpec(m=8, k=256, n=384, r=16, groups=4)
+LOADED = spec_of("adapters m=8 k=256 n=384 r=16 groups=4")
 GATHERED = dataclasses.replace(LOADED, groups=20)
 
 
 @pytest.mark.parametrize(
     ("fields", "target"),
     [
-        ({"m": 1, "r": 5}, "trn3"),
-        ({"m": 64, "bias": True, "activation": "gelu", "dtype": "float16"}, "trn2"),
-        ({"k": 200, "n": 200, "u_layout": "row", "v_layout": "col", "out_layout": "col"}, "trn2"),
-        ({"m": 150, "groups": 12, "r": 24, "residual": True, "w_layout": "col"}, "trn2"),
-        ({"base": False, "x_layout": "col", "dtype": "float32"}, "trn2"),
-        ({"groups": 20, "m": 3, "k": 300, "norm": "rms", "norm_gain": True}, "trn3"),
-        ({"groups": 40, "m": 20, "n": 1100, "r": 16}, "trn2"),
-        ({"groups": 30, "m": 1, "r": 64, "out_layout": "col"}, "trn2"),
-        ({"m": 4, "lnc": 2}, "trn2"),
-        ({"m": 4, "lnc": 2, "groups": 9, "bias": True}, "trn2"),
-        ({"m": 130, "lnc": 2, "base": False}, "trn3"),
+        ("m=1 r=5", "trn3"),
+        ("m=64 bias activation=gelu dtype=float16", "trn2"),
+        ("k=200 n=200 u_layout=row v_layout=col out_layout=col", "trn2"),
+        ("m=150 groups=12 r=24 residual w_layout=col", "trn2"),
+        ("no_base x_layout=col dtype=float32", "trn2"),
+        ("groups=20 m=3 k=300 norm=rms norm_gain", "trn3"),
+        ("groups=40 m=20 n=1100 r=16", "trn2"),
+        ("groups=30 m=1 r=64 out_layout=col", "trn2"),
+        ("m=4 lnc=2", "trn2"),
+        ("m=4 lnc=2 groups=9 bias", "trn2"),
+        ("m=130 lnc=2 no_base", "trn3"),
     ],
-    ids=str,
 )
 def test_the_kernel_is_right_against_float64(fields, target):
-    prove_right(build_kernel(dataclasses.replace(LOADED, **fields), target))
+    spec = spec_of(f"adapters m=8 k=256 n=384 r=16 groups=4 {fields}")
+    prove_right(build_kernel(spec, target))
 
 
 @pytest.mark.parametrize("spec", [LOADED, GATHERED], ids=["loaded", "gathered"])
@@ -64,10 +64,3 @@ def test_eight_adapters_cost_an_eighth_of_the_base_at_most():
     for groups in (8, 32):
         spec = AdaptersSpec(m=8, k=4096, n=4096, r=16, groups=groups)
         assert build_kernel(spec).profile().latency_us <= 1.12 * base
-
-
-def test_targets_and_formats_without_such_kernels_are_refused():
-    with pytest.raises(SpecError, match="trn2"):
-        build_kernel(LOADED, "trn1")
-    with pytest.raises(NmmError, match="dtype"):
-        dataclasses.replace(LOADED, dtype="float8_e4m3")

@@ -1,27 +1,25 @@
 """Family lowrank_shared: what it means, what it refuses, and what reading x once is worth."""
 
 import pytest
-from judge import prove_right, within
+from judge import prove_right, spec_of
 
 from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.codegen.check_against_float64 import random_arrays
 from nmm_compiler.errors import ShapeError, SpecError, UnknownNameError
 from nmm_compiler.kernels.linear.specs import LowRankSharedSpec
-from nmm_compiler.simulator.run import simulate
 
 LONG = pytest.mark.long
-MIXED = LowRankSharedSpec(
-    m=40, k=150, pairs=((70, (90, 200)), (130, 33)), dtype="float32", x_layout="col",
-    v_layout="col", bias=(True, False, True), activation=("relu", "identity", "silu"),
-    out_layout=("row", "col", "col"),
-)  # fmt: skip
+MIXED = spec_of(
+    "lowrank_shared m=40 k=150 pairs=70:90,200 pairs=130:33 dtype=float32 x_layout=col "
+    "v_layout=col bias=true,false,true activation=relu,identity,silu out_layout=row,col,col"
+)
 
 
 def qkv(m, ranks=(256, 128, 128)):
     """Return the attention projections of Llama-3.2-1B, factored."""
-    outputs = (2048, 512, 512)
-    return LowRankSharedSpec(
-        m=m, k=2048, pairs=tuple(zip(ranks, outputs, strict=True)), x_layout="col"
+    q, k, v = ranks
+    return spec_of(
+        f"lowrank_shared m={m} k=2048 pairs={q}:2048 pairs={k}:512 pairs={v}:512 x_layout=col"
     )
 
 
@@ -41,19 +39,6 @@ def test_fp8_sums_of_more_than_512_tokens_leave_psum_whole(x_dtype):
         x_dtype=x_dtype, x_layout="col",
     )  # fmt: skip
     prove_right(build_kernel(spec, "trn2"))
-
-
-def test_a_kernel_that_takes_the_wrong_u_is_caught(tmp_path):
-    spec = LowRankSharedSpec(m=64, k=256, pairs=((64, 200), (64, 200)))
-    kernel = build_kernel(spec, "trn2")
-    arrays = random_arrays(spec)
-    first = "x_sb, u0, "
-    assert first in kernel.source
-    for wrong in ((first, "x_sb, u1, "), ("x_sb, u1, ", first)):
-        path = tmp_path / "wrong.py"
-        path.write_text(kernel.source.replace(*wrong))
-        got = simulate(f"{path}:{kernel.name}", *arrays, mode="functional").outputs
-        assert not within(spec, arrays, got)
 
 
 def test_x_and_each_product_with_u_count_once():
