@@ -1,17 +1,9 @@
 """Kernel text for tests of NKI Beta 1: a few lines of body become a file that imports neuronxcc."""
 
-from __future__ import annotations
-
 import functools
-import sys
-from pathlib import Path
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-import simulator_kernels
-
-from nmm_compiler.simulator.run import Simulation
+from simulator import simulator_kernels
 
 HEADER = """\
 import neuronxcc.nki as nki
@@ -36,11 +28,11 @@ run = functools.partial(simulator_kernels.run, header=HEADER)
 """Runs a body as a Beta 1 kernel whose arguments are a, b, c, ..."""
 
 
-def ops(result: Simulation) -> list[str]:
+def ops(result):
     """Return the instructions of a run."""
     return [instruction.op for instruction in result.trace.instructions]
 
 
-def values(*shape: int, seed: int = 0) -> np.ndarray:
+def values(*shape, seed=0):
     """Return normal float32 values."""
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)

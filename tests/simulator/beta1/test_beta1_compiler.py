@@ -1,16 +1,9 @@
 """What neuronx-cc makes of a Beta 1 kernel on trn2, as its published counters and times show."""
 
-from __future__ import annotations
-
-import sys
-from pathlib import Path
-
 import pytest
 from beta1_helpers import run
 
 from nmm_compiler.simulator.run import ArraySpec
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 COPIES = """
     r = nl.ndarray((128, 8 * 512), dtype=nl.float32, buffer=nl.shared_hbm)

@@ -1,11 +1,9 @@
 """NKI Beta 1: launch grids, decorators, modules, where errors point, and loads."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from beta1_helpers import HEADER, run, values
-from simulator_kernels import kernel_file
+from simulator.simulator_kernels import kernel_file
 
 from nmm_compiler import errors
 from nmm_compiler.simulator.beta1 import instructions, language

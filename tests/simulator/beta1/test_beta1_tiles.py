@@ -1,7 +1,5 @@
 """NKI Beta 1: indices, masks, block dimensions, assignment and accumulation, against float64."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -14,7 +12,7 @@ B = values(128, 512, seed=1)
 EXACT = 2.0**-23  # one rounding of float32
 
 
-def product_bound(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def product_bound(a, b):
     """Return the error that float32 sums of a.T @ b may have."""
     return (len(a) + 1) * 2.0**-24 * (np.abs(a).T.astype(np.float64) @ np.abs(b))
 
