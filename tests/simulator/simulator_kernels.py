@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nmm_compiler import errors
 from nmm_compiler.simulator.run import Simulation, simulate
 
 HEADER = """\
@@ -68,6 +69,19 @@ def run(
     text = f"{header}@nki.jit\ndef kernel({arguments}):\n{lines}\n"
     options.setdefault("mode", "functional")
     return simulate(f"{kernel_file(text)}:kernel", *arrays, **options)
+
+
+def refusals(rows: str) -> list[tuple[str, type[Exception], str]]:
+    """Return the code, its error and what that says, of lines `code  # Error: what it says`.
+
+    "; " parts lines of code.
+    """
+    found = []
+    for row in rows.strip().splitlines():
+        code, _, said = row.partition("  # ")
+        kind, _, words = said.partition(": ")
+        found.append((code.replace("; ", "\n"), getattr(errors, kind), words))
+    return found
 
 
 def refused(

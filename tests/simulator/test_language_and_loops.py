@@ -281,7 +281,7 @@ def test_a_limit_of_time_ends_a_grid():
 
 
 def test_timing_mode_needs_no_data():
-    """test_instruction_fuzz.py compares its traces with those of data."""
+    """test_rules.py compares its traces with those of data."""
     timed = run("return out(load(a))", ArraySpec((64, 256), "bfloat16"), mode="timing")
     assert timed.outputs is None
     assert timed.output_specs[0].shape == (64, 256)

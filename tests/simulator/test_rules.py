@@ -1,5 +1,7 @@
 """Each documented rule: a kernel that breaks it is refused, one that just holds it runs."""
 
+import itertools
+import random
 import re
 import textwrap
 
@@ -12,6 +14,7 @@ from nmm_compiler import errors
 from nmm_compiler.nki_api.api import api
 from nmm_compiler.simulator.isa.instruction import INSTRUCTIONS
 from nmm_compiler.simulator.run import simulate
+from nmm_compiler.simulator.tensors.dtypes import ALL
 
 MODES = ("functional", "timing")
 
@@ -68,3 +71,61 @@ def test_sources_name_what_the_api_has():
             assert name in functions.functions or name in functions.values, rule.source
         assert rule.source, rule
         assert getattr(errors, rule.error, None) is not None, rule
+
+
+# Valid kernels with a word or two changed: refused or run, and never an internal error.
+
+TARGETS = ("trn1", "trn2", "trn3")
+DTYPES = sorted(set(ALL) - {"bool_", "int64", "uint64"})
+OPERATORS = ["add", "maximum", "bitwise_and", "exp", "rsqrt", "less", "not_equal", "power", "abs",
+             "average", "bypass", "left_shift", "logical_and", "prelu", "square"]  # fmt: skip
+MUTATIONS = (
+    (r"\b\d+\b", ["0", "1", "2", "3", "7", "8", "16", "33", "64", "128", "129", "513"]),
+    (r"(?<=nl\.)(?:float\d+\w*|bfloat16|u?int\d+|tfloat32)", DTYPES),
+    (r"\b(?:sb|ps|hb)\b", ["sb", "ps", "hb"]),
+    (r"(?<=nl\.)(?:add|multiply|maximum|exp|less|bitwise_and|equal|abs)\b", OPERATORS),
+    (r"(?<=engine\.)\w+", ["vector", "scalar", "gpsimd", "tensor", "sync", "unknown"]),
+    (r"(?<=reduce_cmd\.)\w+", ["idle", "reset", "reduce", "reset_reduce", "load_reduce"]),
+    (r"\b(?:True|False|None)\b", ["True", "False", "None", "0.5"]),
+    (r"\b\d+\.\d+\b", ["sb(8, 1)", "0", "None", "1e30", "'text'"]),
+    (r"(?<=[=\[ ])(?:sb|hb)\([^()]*\)", ["None", "1.0", "sb(8, 4)", "hb(8, 4)[0:2]"]),
+)
+
+
+def outcome(rule, lines, target, mode):
+    """Return the instructions of a run, or the error that refused it."""
+    try:
+        return attempt(rule, lines, target, mode).trace.instructions
+    except errors.NmmError as error:
+        return error
+
+
+def mutant(rule, seed):
+    """Return a rule's holder with one or two words changed, and its outcome in both modes."""
+    r = random.Random(f"{rule.topic} {rule.says} {seed}")
+    lines = rule.holder
+    for _ in range(r.choice([1, 1, 2])):
+        pattern, words = r.choice(MUTATIONS)
+        places = list(re.finditer(pattern, lines))
+        if places:
+            at = r.choice(places)
+            lines = lines[: at.start()] + r.choice(words) + lines[at.end() :]
+    target = r.choice([rule.holds_on or rule.on, r.choice(TARGETS)])
+    return lines, *(outcome(rule, lines, target, mode) for mode in ("functional", "timing"))
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(2), pytest.param(range(2, 60), marks=pytest.mark.long)], ids=str
+)
+@pytest.mark.parametrize("topic", sorted({rule.topic for rule in rules()}))
+def test_no_internal_errors_beside_valid_kernels(topic, seeds):
+    """And what runs with data runs without, with an equal trace."""
+    for rule, seed in itertools.product(rules(), seeds):
+        if rule.topic == topic:
+            lines, full, timed = mutant(rule, seed)
+            for found in (full, timed):
+                assert not isinstance(found, errors.InternalFaultError), f"{lines}\n{found}"
+            if isinstance(timed, errors.NmmError):
+                assert type(timed) is type(full), f"{lines}\n{timed}; with data {full}"
+            elif not isinstance(full, errors.NmmError):
+                assert timed == full, lines
