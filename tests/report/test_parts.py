@@ -7,8 +7,9 @@ import pytest
 
 from nmm_compiler.report import charts
 from nmm_compiler.report.charts import GraphNode, graph
+from nmm_compiler.report.headline import headline
 from nmm_compiler.report.page import as_html, page
-from nmm_compiler.report.parts import Code, Drawing, Grid, Line, Listing, Section
+from nmm_compiler.report.parts import Code, Grid, Line, Listing, Section
 from nmm_compiler.report.shown import Shown
 from nmm_compiler.report.text import as_text
 
@@ -90,7 +91,7 @@ def test_rows_have_as_many_cells_as_the_head():
         Grid.of(("a", "b"), [(1, 2, 3)])
 
 
-def _parsed(drawing: Drawing):
+def _parsed(drawing):
     tree = ElementTree.fromstring(drawing.svg)
     hints = [e.text for e in tree.iter() if e.tag.endswith("title")]
     return tree, hints
@@ -155,3 +156,42 @@ def test_a_listing_shows_every_line_on_a_page_and_the_costly_ones_as_text():
     assert "import nki" in shown
     assert "f(a &lt; b)" in shown
     assert shown.count("--share:1.000") == 1
+
+
+# The one sentence of demo, reports and commands.
+
+BOTH = [(1.19, "per token"), (1.12, "to first token")]
+
+
+@pytest.mark.parametrize(
+    ("gains", "more", "said"),
+    [
+        (BOTH, {"error": 0.03, "quality": "perplexity 9.1 -> 9.3"},
+         "predicted 1.19x per token and 1.12x to first token (batch 1) on trn2 over our dense "
+         "kernels; perplexity 9.1 -> 9.3"),
+        ([(1.004, "per token"), (0.9, "a pass")], {"error": 0.03, "remedy": "more tokens help"},
+         "does not pay: predicted 1.00x per token and 0.90x a pass (batch 1) on trn2 over our "
+         "dense kernels; more tokens help"),
+        ([(1.006, "per token")], {"error": 0.0},
+         "predicted 1.01x per token (batch 1) on trn2 over our dense kernels"),
+    ],
+)  # fmt: skip
+def test_the_sentence_has_gains_setting_baseline_and_quality_or_what_would_help(gains, more, said):
+    assert headline(gains, "(batch 1) on trn2", **{"remedy": "x"} | more) == said
+
+
+@pytest.mark.parametrize(
+    ("gain", "could", "start"),
+    [
+        (1.3, False, "predicted 1.30x"),
+        (1.3, True, "could gain 1.30x"),
+        (1.02, False, "not told apart from dense (error 3 %): predicted 1.02x"),
+        (1.02, True, "not told apart from dense (error 3 %): could gain 1.02x"),
+        (0.9, False, "does not pay: predicted 0.90x"),
+        (0.9, True, "would not pay: predicted 0.90x"),
+    ],
+)
+def test_a_gain_is_said_to_be_reached_only_by_what_reached_it(gain, could, start):
+    said = headline([(gain, "a pass")], "on trn2", error=0.03, could=could, remedy="try more")
+    assert said.startswith(start)
+    assert ("try more" in said) == (gain < 1.03)
