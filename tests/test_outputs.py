@@ -1,7 +1,5 @@
 """Output files: whole or not at all, devices written in place."""
 
-from __future__ import annotations
-
 import os
 import stat
 

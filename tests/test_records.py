@@ -1,7 +1,5 @@
 """Records: one line, JSON there and back, a digest that says who they are."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import pkgutil
@@ -116,14 +114,14 @@ def test_what_json_has_no_word_for_is_refused(value):
 # The records of the package
 
 
-def _records() -> list[type[Record]]:
+def _records():
     for module in pkgutil.walk_packages(nmm_compiler.__path__, "nmm_compiler."):
         template = ".kernels.pieces" in module.name or module.name.endswith(".kernel")
         template = template or module.name.endswith("rungs")  # NKI code too
         if not template and not module.name.endswith("__main__"):
             importlib.import_module(module.name)
-    found: list[type[Record]] = []
-    waiting: list[type[Record]] = [Record]
+    found = []
+    waiting = [Record]
     while waiting:
         for kind in waiting.pop().__subclasses__():
             waiting.append(kind)
@@ -132,7 +130,7 @@ def _records() -> list[type[Record]]:
     return found
 
 
-def _fault(annotation: object) -> str | None:
+def _fault(annotation):
     """Return what JSON cannot bring back in a field's type, or None."""
     if annotation in (int, float, str, bool, type(None), typing.Any):
         return None

@@ -1,9 +1,5 @@
 """tests/size.py on a toy tree: what it counts, which limits it says are broken, what changed."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from tests.size import Size, limits_of, main, size_of
@@ -28,7 +24,7 @@ FILES = {
 
 @pytest.fixture
 def tree(tmp_path):
-    def write(two: str = "10", nodes: str = "9.0", files: dict[str, str] = FILES) -> Path:
+    def write(two="10", nodes="9.0", files=FILES):
         for name, text in {**files, "docs/layout.md": LAYOUT.format(two=two, nodes=nodes)}.items():
             path = tmp_path / name
             path.parent.mkdir(parents=True, exist_ok=True)

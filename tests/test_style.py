@@ -1,10 +1,7 @@
 """House rules that ruff has no rule for: what no file of the package may contain."""
 
-from __future__ import annotations
-
 import ast
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,11 +11,11 @@ PACKAGE = TREE / "nmm_compiler"
 FORBIDDEN_NAMES = {"utils.py", "util.py", "helpers.py", "misc.py", "common.py"}
 
 
-def _attribute(node: ast.AST) -> str:
+def _attribute(node):
     return ast.unparse(node) if isinstance(node, (ast.Attribute, ast.Name)) else ""
 
 
-def faults_of(file: str, text: str) -> Iterator[str]:
+def faults_of(file, text):
     """Yield `file:line: what, and the way out` for each rule that a file breaks."""
     tree = ast.parse(text, file)
     lines = text.splitlines()
@@ -38,7 +35,7 @@ def faults_of(file: str, text: str) -> Iterator[str]:
                     yield f"{where}: {side} is compared; make the difference a field of targets"
 
 
-def _handler_faults(node: ast.ExceptHandler, where: str, lines: list[str]) -> Iterator[str]:
+def _handler_faults(node, where, lines):
     names = {_attribute(part) for part in ast.walk(node.type or node)}
     if names & {"Exception", "BaseException"}:
         raises = any(isinstance(inner, ast.Raise) for inner in ast.walk(node))

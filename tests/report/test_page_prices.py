@@ -15,7 +15,7 @@ from nmm_compiler.prices.ways import alternatives, dense_rows
 transformers = pytest.importorskip("transformers")
 
 
-def tables(page: str) -> list[list[list[str]]]:
+def tables(page):
     """Return the tables of a page: rows of texts, the head first."""
     return [
         [
@@ -27,7 +27,7 @@ def tables(page: str) -> list[list[list[str]]]:
     ]  # fmt: skip
 
 
-def simulated(spec) -> tuple[float, float, float]:
+def simulated(spec):
     """Return the microseconds of a call fused, in smaller calls and dense, of built kernels."""
 
     def row_us(row):
