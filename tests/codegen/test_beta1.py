@@ -5,13 +5,13 @@ A kernel in this dialect issues the instructions of the same kernel in the curre
 """
 
 import ast
-import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kernels.judge import prove_right, spec_of
+from kernels.specs import SPECS as RANDOM
 from processes import ran
 
 from nmm_compiler.cache.foreign import check_shape
@@ -28,9 +28,6 @@ from nmm_compiler.nki_api.lint import lint_source
 from nmm_compiler.options import Options
 from nmm_compiler.simulator.beta1.table import beta_1
 from nmm_compiler.targets import get
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
-from specs import SPECS as RANDOM
 
 OFF = Options(cache="off")
 FP8 = "float8_e4m3"
