@@ -1,24 +1,32 @@
-"""Experts in one kernel: an index chooses gated MLPs for each token, gates weigh the results."""
+"""Experts and adapters: an index chooses weights for each token, in one kernel."""
 
 import dataclasses
 
 import numpy as np
 import pytest
-from judge import prove_right, run_with_index, within
+from judge import prove_right, run_with_index, spec_of, within
 
 from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.codegen.check_against_float64 import random_arrays
 from nmm_compiler.codegen.choose import choose, rank
-from nmm_compiler.errors import CapacityError, NmmError, OutOfBoundsError, SpecError
+from nmm_compiler.errors import CapacityError, OutOfBoundsError, SpecError
 from nmm_compiler.kernels.experts import ExpertsSpec
 from nmm_compiler.kernels.experts.schedule import ExpertsSchedule
+from nmm_compiler.kernels.linear import AdaptersSpec, MatmulSpec
 from nmm_compiler.targets import get
 
-SMALL = ExpertsSpec(m=5, k=256, n=128, groups=12, top_k=2)
-GPT_OSS = {
-    "gate_up_bias": True, "down_bias": True, "limit": 7.0, "slope": 1.702, "plus": 1.0,
-    "halves": "interleaved",
-}  # fmt: skip
+GPT_OSS = "gate_up_bias down_bias limit=7.0 slope=1.702 plus=1.0 halves=interleaved"
+
+
+EXPERTS = "experts m=5 k=256 n=128 groups=12 top_k=2"
+ADAPTERS = "adapters m=8 k=256 n=384 r=16 groups=4"
+
+
+def small(fields=""):
+    return spec_of(f"{EXPERTS} {fields}")
+
+
+SMALL, MANY = small(), small("m=150 groups=5")
 INDEXES = {
     "none": [[-1, -1]] * 5,
     "one for all": [[7, -1]] * 5,
@@ -26,7 +34,6 @@ INDEXES = {
 }
 
 
-MANY = dataclasses.replace(SMALL, m=150, groups=5)
 MANY_INDEXES = {
     "none": [[-1, -1]] * 150,
     "one token": [[-1, -1]] * 149 + [[2, 4]],
@@ -52,90 +59,77 @@ def in_blocks(tokens, at_once, **fields):
 
 
 PLAIN = [
-    {"m": 1, "top_k": 4},
-    {"m": 1, "k": 200, "n": 200, **GPT_OSS},
-    {"m": 3, "k": 320, "n": 96, "dtype": "float16", **GPT_OSS},
-    {"m": 40, "groups": 3, "top_k": 1, "activation": "gelu_tanh"},
-    {"m": 128, "groups": 2, "dtype": "float32", "n": 64},
-    {"weight_layout": "col", "n": 200, "k": 136},
-    {"m": 1, "lnc": 2, "n": 192, "k": 384, "down_bias": True},
-    {"m": 1, "lnc": 2, "top_k": 3, "n": 192, "k": 384, "down_bias": True},
-    {"m": 40, "lnc": 2, "groups": 4, "top_k": 3, **GPT_OSS},
-    {"m": 2, "groups": 300, "top_k": 3},
-    {"m": 1, "lnc": 2, "top_k": 6, "n": 40},
-    {"m": 7, "lnc": 2, "n": 32, "k": 520, "activation": "gelu_tanh"},
-    {"m": 40, "lnc": 2, "groups": 8, "top_k": 4, "n": 16},
-    {"m": 140, "groups": 3, "n": 64},
-    {"m": 129, "groups": 140, "k": 200, "n": 136, **GPT_OSS},
-    {"m": 300, "groups": 2, "top_k": 1, "dtype": "float32", "k": 128, "n": 96},
-    {"m": 131, "lnc": 2, "n": 96, "top_k": 4, "weight_layout": "col", "down_bias": True},
-    {"m": 257, "lnc": 2, "n": 320, **GPT_OSS},
+    "m=1 top_k=4",
+    f"m=1 k=200 n=200 {GPT_OSS}",
+    f"m=3 k=320 n=96 dtype=float16 {GPT_OSS}",
+    "m=40 groups=3 top_k=1 activation=gelu_tanh",
+    "m=128 groups=2 dtype=float32 n=64",
+    "weight_layout=col n=200 k=136",
+    "m=1 lnc=2 n=192 k=384 down_bias",
+    "m=1 lnc=2 top_k=3 n=192 k=384 down_bias",
+    f"m=40 lnc=2 groups=4 top_k=3 {GPT_OSS}",
+    "m=2 groups=300 top_k=3",
+    "m=1 lnc=2 top_k=6 n=40",
+    "m=7 lnc=2 n=32 k=520 activation=gelu_tanh",
+    "m=40 lnc=2 groups=8 top_k=4 n=16",
+    "m=140 groups=3 n=64",
+    f"m=129 groups=140 k=200 n=136 {GPT_OSS}",
+    "m=300 groups=2 top_k=1 dtype=float32 k=128 n=96",
+    "m=131 lnc=2 n=96 top_k=4 weight_layout=col down_bias",
+    f"m=257 lnc=2 n=320 {GPT_OSS}",
 ]
-JOINED = {**GPT_OSS, "halves": "joined"}
+JOINED = f"{GPT_OSS} halves=joined"
 STORED = [
-    {"weight": "fp8"},
-    {"weight": "fp8", "k": 200, "n": 200, **GPT_OSS},
-    {"weight": "fp8", "m": 1, "k": 200, "ranks": (16, 8)},
-    {"weight": "fp8", "m": 1, "lnc": 2, "top_k": 3, "n": 320, "ranks": (8, 8), "down_bias": True},
-    {"weight": "fp8", "m": 150, "groups": 5},
-    {"weight": "fp8", "m": 150, "groups": 5, "ranks": (16, 40), **GPT_OSS},
+    "weight=fp8",
+    f"weight=fp8 k=200 n=200 {GPT_OSS}",
+    "weight=fp8 m=1 k=200 ranks=16,8",
+    "weight=fp8 m=1 lnc=2 top_k=3 n=320 ranks=8,8 down_bias",
+    "weight=fp8 m=150 groups=5",
+    f"weight=fp8 m=150 groups=5 ranks=16,40 {GPT_OSS}",
     # sums of x u that take turns, and a v of down whose parts share the partitions
-    {"weight": "fp8", "m": 1, "lnc": 2, "top_k": 3, "k": 512, "n": 1024, "ranks": (64, 32)},
-    {"weight": "factors", "ranks": (16, 24)},
-    {"weight": "factors", "m": 1, "lnc": 2, "top_k": 3, "ranks": (16, 24)},
-    {"weight": "factors", "m": 40, "lnc": 2, "groups": 4, "ranks": (8, 24), **JOINED},
-    {"weight": "factors", "m": 140, "groups": 4, "ranks": (160, 24), "dtype": "float32"},
-    {"ranks": (16, 0)},
-    {"ranks": (0, 24), "weight_layout": "col", "m": 140, "groups": 3, "down_bias": True},
+    "weight=fp8 m=1 lnc=2 top_k=3 k=512 n=1024 ranks=64,32",
+    "weight=factors ranks=16,24",
+    "weight=factors m=1 lnc=2 top_k=3 ranks=16,24",
+    f"weight=factors m=40 lnc=2 groups=4 ranks=8,24 {JOINED}",
+    "weight=factors m=140 groups=4 ranks=160,24 dtype=float32",
+    "ranks=16,0",
+    "ranks=0,24 weight_layout=col m=140 groups=3 down_bias",
 ]
 BLOCKS_OF_32 = [
-    {"weight": "mxfp4"},
-    {"weight": "mxfp4", "m": 1, "lnc": 2, "top_k": 3, "n": 512},
-    {"weight": "mxfp4", "m": 2, "groups": 4, "k": 2048, "n": 256, "ranks": (32, 32), **JOINED},
-    {"weight": "mxfp4", "m": 3, "k": 288, "n": 640, "ranks": (16, 40)},
-    {"weight": "mxfp4", "m": 5, "groups": 4, "k": 512, "n": 512, "ranks": (32, 64)},
-    {"weight": "mxfp4", "m": 40, "lnc": 2, "groups": 4, "ranks": (8, 0), "dtype": "float16"},
-    {"weight": "mxfp8", "m": 150, "groups": 5, "k": 320, "n": 1100, **JOINED},
-    {
-        "weight": "mxfp8_e5m2",
-        "m": 140,
-        "groups": 4,
-        "k": 288,
-        "n": 644,
-        "ranks": (16, 40),
-        **JOINED,
-    },
+    "weight=mxfp4",
+    "weight=mxfp4 m=1 lnc=2 top_k=3 n=512",
+    f"weight=mxfp4 m=2 groups=4 k=2048 n=256 ranks=32,32 {JOINED}",
+    "weight=mxfp4 m=3 k=288 n=640 ranks=16,40",
+    "weight=mxfp4 m=5 groups=4 k=512 n=512 ranks=32,64",
+    "weight=mxfp4 m=40 lnc=2 groups=4 ranks=8,0 dtype=float16",
+    f"weight=mxfp8 m=150 groups=5 k=320 n=1100 {JOINED}",
+    f"weight=mxfp8_e5m2 m=140 groups=4 k=288 n=644 ranks=16,40 {JOINED}",
+]
+
+
+ADAPTED = [
+    ("m=1 r=5", "trn3"),
+    ("m=64 bias activation=gelu dtype=float16", "trn2"),
+    ("k=200 n=200 u_layout=row v_layout=col out_layout=col", "trn2"),
+    ("m=150 groups=12 r=24 residual w_layout=col", "trn2"),
+    ("no_base x_layout=col dtype=float32", "trn2"),
+    ("groups=20 m=3 k=300 norm=rms norm_gain", "trn3"),
+    ("groups=40 m=20 n=1100 r=16", "trn2"),
+    ("groups=30 m=1 r=64 out_layout=col", "trn2"),
+    ("m=4 lnc=2", "trn2"),
+    ("m=4 lnc=2 groups=9 bias", "trn2"),
+    ("m=130 lnc=2 no_base", "trn3"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("fields", "target"),
-    [(fields, "trn2") for fields in PLAIN + STORED]
-    + [(fields, "trn3") for fields in (PLAIN + STORED)[::6] + BLOCKS_OF_32],
-    ids=str,
+    ("line", "target"),
+    [(f"{EXPERTS} {fields}", "trn2") for fields in PLAIN + STORED]
+    + [(f"{EXPERTS} {fields}", "trn3") for fields in (PLAIN + STORED)[::6] + BLOCKS_OF_32]
+    + [(f"{ADAPTERS} {fields}", target) for fields, target in ADAPTED],
 )
-def test_the_kernel_is_right_against_float64(fields, target):
-    prove_right(build_kernel(dataclasses.replace(SMALL, **fields), target))
-
-
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        ({"weight": "int8"}, "weight"),
-        ({"weight": "factors", "ranks": (8, 0)}, "ranks are"),
-        ({"weight": "fp8", "weight_layout": "col"}, "layout 'row'"),
-        ({"weight": "fp8", "dtype": "float32"}, "bfloat16 or float16"),
-        ({"weight": "mxfp4", "halves": "interleaved"}, "'joined'"),
-        ({"weight": "mxfp4", "k": 250}, "whole 32s"),
-        ({"top_k": 13}, "top_k is 13 of 12 groups"),
-        ({"slope": 1.7}, "belong to a limit"),
-        ({"limit": -1.0}, "number of 0 or more"),
-    ],
-    ids=str,
-)
-def test_forms_that_no_kernel_takes_are_refused(fields, said):
-    with pytest.raises(NmmError, match=said):
-        dataclasses.replace(SMALL, **fields)
+def test_the_kernel_is_right_against_float64(line, target):
+    prove_right(build_kernel(spec_of(line), target))
 
 
 def test_fewer_bytes_are_read_and_take_less_time():
@@ -156,7 +150,7 @@ def test_fewer_bytes_are_read_and_take_less_time():
 @pytest.mark.parametrize(("lnc", "n"), [(1, 128), (2, 40)])
 @pytest.mark.parametrize("name", INDEXES)
 def test_any_index_of_groups_in_every_way(way, lnc, n, name):
-    spec = dataclasses.replace(SMALL, lnc=lnc, n=n)
+    spec = small(f"lnc={lnc} n={n}")
     assert within(spec, *run_with_index(spec, INDEXES[name], ways(spec)[way]))
 
 
@@ -172,7 +166,7 @@ def test_any_index_of_groups_in_blocks(name, tokens, at_once, lnc):
 
 @pytest.mark.parametrize("beyond", [-2, "groups", 1 << 30])
 def test_an_index_out_of_range_is_an_error(beyond):
-    every = [(dataclasses.replace(SMALL, m=1), None)]
+    every = [(small("m=1"), None)]
     every += [(SMALL, schedule) for schedule in ways(SMALL).values()]
     for lnc, split in ((1, {}), (2, {"split": "groups"})):
         every.append((dataclasses.replace(MANY, lnc=lnc), in_blocks(64, 2, **split)))
@@ -210,7 +204,7 @@ def test_blocks_read_each_group_once():
 
 @pytest.mark.parametrize("n", [128, 24])
 def test_one_token_with_picks_of_none(n):
-    spec = dataclasses.replace(SMALL, m=1, n=n)
+    spec = small(f"m=1 n={n}")
     for index in ([[3, -1]], [[-1, -1]], [[4, 4]]):
         assert within(spec, *run_with_index(spec, index))
 
@@ -241,21 +235,24 @@ def test_each_chosen_group_is_read_once():
 
 
 def test_expected_groups_follow_tokens_and_picks():
-    assert dataclasses.replace(SMALL, m=1).expected == pytest.approx(2)
+    assert small("m=1").expected == pytest.approx(2)
     assert SMALL.expected == pytest.approx(12 * (1 - (5 / 6) ** 5))
-    assert dataclasses.replace(SMALL, distinct=3.0).expected == 3.0
-    few = dataclasses.replace(SMALL, m=4, distinct=2.0)
-    assert few.minimal_hbm_bytes() < dataclasses.replace(SMALL, m=4).minimal_hbm_bytes()
+    assert small("distinct=3.0").expected == 3.0
+    fewer = small("m=4 distinct=2.0")
+    assert fewer.minimal_hbm_bytes() < small("m=4").minimal_hbm_bytes()
 
 
-def test_selected_experts_keep_three_quarters_of_the_roofline():
-    gpt_oss = ExpertsSpec(m=1, k=2880, n=2880, groups=32, top_k=4, **GPT_OSS)
-    qwen = ExpertsSpec(m=1, k=2048, n=768, groups=128, top_k=8)
-    for spec in (gpt_oss, qwen):
-        profile = build_kernel(spec).profile()
-        assert spec.roofline_us(get("trn2")) >= 0.75 * profile.latency_us
+@pytest.mark.parametrize(
+    "fields",
+    [f"m=1 k=2880 n=2880 groups=32 top_k=4 {GPT_OSS}", "m=1 k=2048 n=768 groups=128 top_k=8"],
+    ids=["gpt-oss", "qwen"],
+)
+def test_selected_experts_keep_three_quarters_of_the_roofline(fields):
+    spec = small(fields)
+    assert spec.roofline_us(get("trn2")) >= 0.75 * build_kernel(spec).profile().latency_us
 
 
+@pytest.mark.long
 def test_a_prompt_reads_experts_once_at_four_fifths_of_the_roofline():
     qwen = ExpertsSpec(m=512, k=2048, n=768, groups=128, top_k=8)
     assert qwen.minimal_hbm_bytes() < 1.01 * 128 * 3 * 2048 * 768 * 2
@@ -281,9 +278,38 @@ def test_schedules_that_are_refused():
             schedule.check(spec, get("trn2"))
 
 
+# Adapters of a batch in one kernel: each token has the branch that its index names, or none.
+
+LOADED, GATHERED = spec_of(ADAPTERS), spec_of(f"{ADAPTERS} groups=20")
+
+
+@pytest.mark.parametrize("spec", [LOADED, GATHERED], ids=["loaded", "gathered"])
 @pytest.mark.parametrize(
-    ("weight", "target", "words"), [("mxfp4", "trn2", "multiplied by trn3"), ("", "trn1", "trn2")]
+    "index", [[-1] * 8, [3] * 8, [0, -1, 0, 3, 3, -1, 0, 0]], ids=["none", "one for all", "some"]
 )
-def test_what_a_target_lacks_is_refused(weight, target, words):
-    with pytest.raises(SpecError, match=words):
-        build_kernel(dataclasses.replace(SMALL, weight=weight), target)
+def test_any_index_of_adapters(spec, index):
+    assert within(spec, *run_with_index(spec, index))
+
+
+@pytest.mark.parametrize("spec", [LOADED, GATHERED], ids=["loaded", "gathered"])
+@pytest.mark.parametrize("beyond", [-2, "groups"])
+def test_an_index_of_no_adapter_is_an_error(spec, beyond):
+    one = spec.groups if beyond == "groups" else beyond
+    with pytest.raises(OutOfBoundsError, match="runtime index"):
+        run_with_index(spec, [0, 1, 2, one, 0, 1, 2, 3])
+
+
+def test_few_tokens_read_the_factors_of_their_own_adapters():
+    assert (LOADED.slots, GATHERED.slots) == (0, 8)
+    one = 16 * (256 + 384) * 2
+    dense = MatmulSpec(m=8, k=256, n=384).minimal_hbm_bytes()
+    for spec in (LOADED, GATHERED):
+        small = 4 * (8 + 16 * spec.groups)
+        assert spec.minimal_hbm_bytes() == dense + min(8, spec.groups) * one + small
+
+
+def test_eight_adapters_cost_an_eighth_of_the_base_at_most():
+    base = build_kernel(MatmulSpec(m=8, k=4096, n=4096)).profile().latency_us
+    for groups in (8, 32):
+        spec = AdaptersSpec(m=8, k=4096, n=4096, r=16, groups=groups)
+        assert build_kernel(spec).profile().latency_us <= 1.12 * base
