@@ -1,7 +1,6 @@
 """Every rule of the lint: a snippet that breaks it, and one beside it that does not."""
 
-from __future__ import annotations
-
+import inspect
 import textwrap
 
 import pytest
@@ -9,6 +8,7 @@ import pytest
 from nmm_compiler.errors import LintError, UnknownNameError
 from nmm_compiler.nki_api.api import api
 from nmm_compiler.nki_api.lint import VERSIONS, check_source, lint_source, oldest_version
+from nmm_compiler.simulator.loading.standins import MODULES
 
 HEADER = """\
 import nki
@@ -35,12 +35,12 @@ def double(x):
 )
 
 
-def kernel(body: str, header: str = HEADER) -> str:
+def kernel(body, header=HEADER):
     """A kernel of tensors x and y around some statements."""
     return header + "@nki.jit\ndef k(x, y):\n" + textwrap.indent(textwrap.dedent(body), "    ")
 
 
-def codes(source: str, nki: str = "0.6") -> list[str]:
+def codes(source, nki="0.6"):
     return [finding.code.removeprefix("NKI-") for finding in lint_source(source, nki=nki)]
 
 
@@ -117,7 +117,7 @@ STATEMENTS = [
 
 
 @pytest.mark.parametrize(("code", "broken", "kept"), STATEMENTS)
-def test_statement_rules(code: str, broken: str, kept: str) -> None:
+def test_statement_rules(code, broken, kept):
     assert codes(kernel(broken)) == [code]
     assert codes(kernel(kept)) == []
 
@@ -165,12 +165,12 @@ FILES = [
 
 
 @pytest.mark.parametrize(("code", "broken", "kept"), FILES)
-def test_file_rules(code: str, broken: str, kept: str) -> None:
+def test_file_rules(code, broken, kept):
     assert codes(broken) == [code]
     assert codes(kept) == []
 
 
-def loop(body: str, call: str) -> str:
+def loop(body, call):
     return kernel(f"def body(i):\n{textwrap.indent(textwrap.dedent(body), '    ')}\n{call}")
 
 
@@ -187,7 +187,7 @@ def loop(body: str, call: str) -> str:
         ("", loop("return i", "nl.while_loop(x, body)")),
     ],
 )
-def test_device_loop_rules(code: str, broken: str) -> None:
+def test_device_loop_rules(code, broken):
     assert "".join(codes(broken)) == code
 
 
@@ -220,7 +220,7 @@ TURNS = {
 
 @pytest.mark.parametrize("loop", TURNS)
 @pytest.mark.parametrize("body", [*CARRIED, *OWN])
-def test_python_that_changes_from_turn_to_turn_is_found(loop: str, body: str) -> None:
+def test_python_that_changes_from_turn_to_turn_is_found(loop, body):
     text = BEFORE + TURNS[loop].format(textwrap.indent(body, "    "))
     found = {code for code in codes(kernel(text)) if code != "W104"}
     assert found == ({"E221"} if body in CARRIED else set())
@@ -236,7 +236,7 @@ def test_python_that_changes_from_turn_to_turn_is_found(loop: str, body: str) ->
         ("import nki\nimport nki.isa as nisa\n", "mine = nisa.tensor_copy\nmine(x, y, wrong=1)"),
     ],
 )
-def test_aliases_are_resolved(header: str, call: str) -> None:
+def test_aliases_are_resolved(header, call):
     assert codes(kernel(call, header)) == ["E111"]
 
 
@@ -278,7 +278,7 @@ def test_aliases_are_resolved(header: str, call: str) -> None:
         ("nl.blocks(x, tile_shapes=(128, 256))", {"0.7": "E111"}),
     ],
 )
-def test_versions_differ(statement: str, expected: dict[str, str]) -> None:
+def test_versions_differ(statement, expected):
     found = {version: "".join(codes(kernel(statement), version)) for version in expected}
     assert found == expected
 
@@ -292,17 +292,17 @@ def test_versions_differ(statement: str, expected: dict[str, str]) -> None:
         ("nl.fori_loop(0, x.permute((1, 0)), print)", "0.6"),
     ],
 )
-def test_the_oldest_version_has_all_that_a_kernel_uses(statement: str, version: str) -> None:
+def test_the_oldest_version_has_all_that_a_kernel_uses(statement, version):
     assert oldest_version(kernel(statement)) == version
 
 
-def test_findings_say_where_and_suggest() -> None:
+def test_findings_say_where_and_suggest():
     (finding,) = lint_source(kernel("nisa.tensor_cpy(x, y)"))
     assert (finding.line, finding.column) == (7, 5)
     assert "did you mean 'tensor_copy'?" in finding.message
 
 
-def test_check_source_names_every_error_and_lets_warnings_pass() -> None:
+def test_check_source_names_every_error_and_lets_warnings_pass():
     check_source(kernel("for i in nl.affine_range(4): pass"))
     with pytest.raises(LintError) as caught:
         check_source(kernel("nisa.nope(x)\nnisa.memset(x)"), filename="k.py")
@@ -312,23 +312,14 @@ def test_check_source_names_every_error_and_lets_warnings_pass() -> None:
 
 
 @pytest.mark.parametrize("version", [*VERSIONS, "0.6.0"])
-def test_a_clean_kernel_has_no_findings(version: str) -> None:
+def test_a_clean_kernel_has_no_findings(version):
     assert lint_source(CLEAN, nki=version) == ()
     check_source(CLEAN, nki=version)
 
 
-def test_versions_are_checked() -> None:
+def test_versions_are_checked():
     with pytest.raises(UnknownNameError, match=r"unknown NKI version '0\.9'"):
         lint_source(CLEAN, nki="0.9")
-
-
-def test_the_table_answers_by_full_name() -> None:
-    described = api("0.6")
-    assert str(described.functions["nki.isa.nc_transpose"]) == (
-        "nc_transpose(dst, data, engine=engine.unknown, name=None)"
-    )
-    assert "float8_e4m3" in described.names("nki.language")
-    assert described.names("nki.isa.oob_mode") == ("error", "skip")
 
 
 HOST = """
@@ -364,7 +355,7 @@ USES_ROWS = "@nki.jit\ndef k(x, rows):\n    rows.select()\n    x.select(0, 1)\n"
         (HEADER + USES_ROWS, "0.4", "E102E102"),
     ],
 )
-def test_what_the_rules_are_about(text: str, version: str, expected: str) -> None:
+def test_what_the_rules_are_about(text, version, expected):
     """Odd text is no crash; host code, local names and a file's own methods are free."""
     assert "".join(codes(text, version)) == expected
 
@@ -403,3 +394,42 @@ def test_the_import_decides_that_a_file_is_beta_1():
 def test_a_beta_1_file_is_checked_against_its_own_names(old, new, code, shown):
     (finding,) = lint_source(BETA_1.replace(old, new, 1))
     assert (finding.code, shown in finding.message) == (code, True)
+
+
+# The signatures that the lint reads are those of the simulator's functions, as documented.
+
+TABLE = {
+    name: function
+    for name, function in api().functions.items()
+    if name.rpartition(".")[2] in vars(MODULES[name.rpartition(".")[0]])
+}
+DOCUMENTED = [
+    "nc_matmul(dst, stationary, moving, is_stationary_onezero=False, is_moving_onezero=False, "
+    "is_transpose=False, accumulate=None, tile_position=(), tile_size=(), "
+    "perf_mode=matmul_perf_mode.none, name=None)",
+    "activation(dst, op, data, bias=None, scale=1.0, reduce_op=None, reduce_res=None, "
+    "reduce_cmd=reduce_cmd.idle, name=None)",
+    "dma_copy(dst, src, priority=None, oob_mode=oob_mode.error, dge_mode=dge_mode.unknown, "
+    "engine=engine.unknown, name=None)",
+    "sendrecv(src, dst, send_to_rank, recv_from_rank, pipe_id, dma_engine=dma_engine.dma, "
+    "name=None)",
+    "ndarray(shape, dtype, buffer=sbuf, name='', address=None)",
+    "shared_identity_matrix(n, dtype=uint8, dst=None)",
+    "rms_norm(x, w, axis, n, epsilon=1e-06, dtype=None, compute_dtype=None)",
+    "load_transpose2d(src, dtype=None)",
+]
+"""Some signatures of the stubs of NKI 0.6, one for each way in which a default is written."""
+
+
+@pytest.mark.parametrize("signature", DOCUMENTED)
+def test_signatures_are_the_documented_ones(signature):
+    short = signature.partition("(")[0]
+    (found,) = (f for name, f in TABLE.items() if name.endswith(f".{short}"))
+    assert str(found) == signature
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_a_function_takes_its_arguments_by_position_or_name(name):
+    module, _, short = name.rpartition(".")
+    parameters = inspect.signature(vars(MODULES[module])[short]).parameters.values()
+    assert {p.kind for p in parameters} <= {inspect.Parameter.POSITIONAL_OR_KEYWORD}
