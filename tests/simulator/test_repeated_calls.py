@@ -8,9 +8,8 @@ import sys
 
 import numpy as np
 import pytest
-from documented_rules import rules
 from simulator_kernels import kernel_file, run
-from test_rules import attempt
+from test_rules import attempt, rules
 
 from benchmarks.simulator import LOW_RANK, SOFTMAX, TILED
 from nmm_compiler import errors, targets
