@@ -1,6 +1,9 @@
 """How kernels are found and loaded: paths, functions, packages; nothing leaks into sys.modules."""
 
+import inspect
 import itertools
+import linecache
+import os
 import sys
 import types
 
@@ -11,8 +14,13 @@ import torch
 from simulator_kernels import run
 
 from nmm_compiler import errors
+from nmm_compiler.codegen.build import build_kernel
+from nmm_compiler.kernels.linear.specs import LowRankSpec
 from nmm_compiler.nki_api.api import api
+from nmm_compiler.options import Options
 from nmm_compiler.simulator.loading import standins
+from nmm_compiler.simulator.loading.loader import resolve
+from nmm_compiler.simulator.loading.source_text import LARGEST_SOURCE_BYTES, read_source
 from nmm_compiler.simulator.run import simulate
 
 ADD = """\
@@ -334,3 +342,80 @@ def test_names_and_printed_values(tmp_path_factory, capsys, name):
     said = capsys.readouterr().out
     assert said.startswith(f"NkiTensor({name!r}, shape=(128, 64), dtype=float32, sbuf)")
     assert "2.5" in said
+
+
+# The text that was verified is the text that runs, whatever becomes of the file it came from.
+
+SPEC = LowRankSpec(m=8, k=32, r=8, n=24, x_layout="col")
+CHANGES = {
+    "text in front": "open({marker!r}, 'w').close()\n{text}",
+    "text behind": "{text}\n\ndef {name}(*a):\n    return a\n",
+    "no Python": "not Python at all (",
+    "gone": None,
+}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    options = Options.make(cache=str(tmp_path_factory.mktemp("cache")))
+    kernel = build_kernel(SPEC, options=options)
+    generator = np.random.default_rng(0)
+    operands = [
+        generator.standard_normal(t.shape, dtype=np.float32).astype(ml_dtypes.bfloat16)
+        for t in SPEC.inputs()
+    ]
+    return kernel, operands, kernel.simulate(*operands)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_was_built_runs_after_its_file_was_changed(built, change, tmp_path):
+    kernel, operands, wanted = built
+    marker, text = tmp_path / "ran", CHANGES[change]
+    kernel.path.parent.chmod(0o700)
+    kernel.path.unlink(missing_ok=True)
+    if text is not None:
+        changed = text.format(marker=str(marker), text=kernel.source, name=kernel.path.stem)
+        kernel.path.write_text(changed)
+    run = kernel.simulate(*operands)
+    assert run.output.tobytes() == wanted.output.tobytes()
+    assert run.profile.latency_us == wanted.profile.latency_us
+    assert not marker.exists()
+
+
+def test_a_file_beside_a_verified_kernel_is_not_imported(tmp_path):
+    (tmp_path / "nki.py").write_text("raise RuntimeError('beside')\n")
+    (tmp_path / "helper.py").write_text("raise RuntimeError('beside')\n")
+    kernel = types.SimpleNamespace(path=tmp_path / "k.py", name="add", source=ADD)
+    assert np.array_equal(simulate(kernel, A, A, mode="functional").output, 2 * A)
+    kernel.source = "import helper\n" + ADD
+    with pytest.raises(Exception, match="No module named 'helper'"):
+        simulate(kernel, A, A)
+
+
+def test_the_source_that_is_shown_is_the_source_that_ran(tmp_path):
+    path = tmp_path / "shown.py"
+    path.write_text(ADD.replace("nl.add(", "nl.subtract("))
+    kernel = types.SimpleNamespace(path=path, name="add", source=ADD)
+    function = resolve(kernel).function
+    linecache.checkcache()
+    assert inspect.getsource(function) in ADD
+    assert "nl.add(" in inspect.getsource(function)
+
+
+@pytest.mark.parametrize(
+    ("make", "shown"),
+    [
+        (lambda path: path.mkdir(), "no regular file"),
+        (lambda path: path.symlink_to("/dev/zero"), "no regular file"),
+        (os.mkfifo, "no regular file"),  # a pipe would never end
+        (lambda path: path.write_bytes(b"x = 1\n\xff\xfe"), "not UTF-8"),
+        (lambda path: path.write_bytes(b"#" * (LARGEST_SOURCE_BYTES + 1)), "larger than"),
+        (lambda path: path.symlink_to(path), "cannot be read"),
+        (lambda path: None, "cannot be read"),
+    ],
+)
+def test_files_that_are_no_source(tmp_path, make, shown):
+    path = tmp_path / "k.py"
+    make(path)
+    with pytest.raises(errors.FileError, match=shown):
+        read_source(path)
