@@ -24,18 +24,15 @@ SPECS = {
 
 
 @pytest.mark.parametrize("target", names())
-def test_the_source_of_gated_mlp(target):
+def test_a_gated_mlp_in_one_kernel(target):
     """x is loaded once, h stays on chip, and each product is one chain of matmuls."""
     kernel = build_kernel(GatedMLPSpec(m=64, k=128, n=128, x_layout="col"), target)
     assert lint_source(kernel.source) == ()
     assert max(map(len, kernel.source.splitlines())) <= 100
-    assert "h_sb = nl.ndarray(" in kernel.source
-    assert kernel.source.count("nl.shared_hbm") == 1
-    assert "transpose" not in kernel.source.partition("import nki")[2]
-    counts = kernel.profile().instructions
-    assert counts["tensor"] == {"nc_matmul": 3}
-    assert sum(counts["dma"].values()) == 5  # x, three weights, y
-    assert kernel.profile().hbm_read_bytes == 2 * (128 * 64 + 3 * 128 * 128)
+    profile = kernel.profile()
+    assert profile.instructions["tensor"] == {"nc_matmul": 3}
+    assert sum(profile.instructions["dma"].values()) == 5  # x, three weights, y
+    assert profile.hbm_read_bytes == 2 * (128 * 64 + 3 * 128 * 128)
 
 
 # The second kernel of lowrank is the same in the older dialect, for its hardware.
