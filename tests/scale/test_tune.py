@@ -5,8 +5,6 @@ import io
 import json
 import os
 import signal
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -100,16 +98,6 @@ def test_this_process_simulates_nothing(monkeypatch):
         monkeypatch.setattr(name, "simulated", None)
     (made,) = tune.tune([SPEC], executor=Executor(lambda *call: answers[0]))
     assert made.simulated == made.candidates
-
-
-@pytest.mark.long
-def test_processes_give_the_choice_of_a_serial_run(tmp_path, monkeypatch):
-    serial = tune.tune(SPECS, executor=Serial())
-    want = [best_of(spec) for spec in SPECS]
-    elsewhere(tmp_path, monkeypatch, "pool")
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        assert tune.tune(SPECS, executor=pool) == serial
-    assert [best_of(spec) for spec in SPECS] == want
 
 
 def test_a_search_that_was_ended_goes_on():
