@@ -67,15 +67,16 @@ def test_every_spelling_goes_into_the_call(name, dtype):
     assert not any(word in code for word in ("rsqrt", "mean", "aten.add", "norm.default"))
 
 
-def test_a_norm_of_several_readers_goes_into_their_one_call():
-    result = rewritten(Block(LlamaNorm(K, 1e-5)), X)
-    assert kinds_of(result) == ["shared_x", "norm"]
-    assert "rsqrt" not in result.graph_module.code
-
-
-def test_calls_that_stay_apart_each_take_the_norm_in():
-    result = rewritten(Block(LlamaNorm(K, 1e-5)), X, rules=("+norms", "-shared_x"))
-    assert kinds_of(result) == ["lowrank", "norm", "lowrank", "norm", "residual"]
+@pytest.mark.parametrize(
+    ("rules", "kinds"),
+    [
+        (("+norms",), ["shared_x", "norm"]),
+        (("+norms", "-shared_x"), ["lowrank", "norm", "lowrank", "norm", "residual"]),
+    ],
+)
+def test_a_norm_of_several_readers_goes_into_their_calls(rules, kinds):
+    result = rewritten(Block(LlamaNorm(K, 1e-5)), X, rules=rules)
+    assert kinds_of(result) == kinds
     assert "rsqrt" not in result.graph_module.code
 
 
@@ -89,30 +90,11 @@ def test_a_norm_that_many_tokens_would_wait_for_stays():
     assert codes_of(many) == ["slower"]
 
 
-def outside(forward):
-    return Model(forward, norm=LlamaNorm(K), part=factors())
-
-
 def x_is_written_in_between(m, x):
     y = x * 2.0
     h = m.norm(y)
     y.add_(1.0)
     return m.part(h), y
-
-
-# What test_remedies.py mends is there; what another layer reads is in examples/gallery/norms.py.
-NORMS_OUTSIDE = {
-    "over two dimensions": (lambda m, x: m.part(functional.layer_norm(x, (8, K))), None),
-    "x is written in between": (x_is_written_in_between, "mutation"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", NORMS_OUTSIDE)
-def test_norms_that_stay(name):
-    forward, code = NORMS_OUTSIDE[name]
-    result = rewritten(outside(forward), X)
-    assert "norm" not in kinds_of(result)
-    assert [d.code for d in result.declined if d.rule == "norm"] == [code] * bool(code)
 
 
 def sum_in_place(m, x):
@@ -121,20 +103,21 @@ def sum_in_place(m, x):
     return h
 
 
-RESIDUALS_OUTSIDE = {
-    "wider": (lambda m, x: x.double() + m.part(x), "shape"),
-    "scaled": (lambda m, x: torch.add(x, m.part(x), alpha=2.0), None),
-    "in place": (sum_in_place, "mutation"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", RESIDUALS_OUTSIDE)
-def test_residuals_that_stay(name):
-    forward, code = RESIDUALS_OUTSIDE[name]
-    result = rewritten(outside(forward), X)
-    assert "residual" not in kinds_of(result)
-    declined = [d.code for d in result.declined if d.rule == "residual"]
-    assert set(declined) == ({code} if code else set())
+# What test_remedies.py mends is there; what another layer reads is in examples/gallery/norms.py.
+@pytest.mark.parametrize(
+    ("rule", "forward", "codes"),
+    [
+        ("norm", lambda m, x: m.part(functional.layer_norm(x, (8, K))), set()),
+        ("norm", x_is_written_in_between, {"mutation"}),
+        ("residual", lambda m, x: x.double() + m.part(x), {"shape"}),
+        ("residual", lambda m, x: torch.add(x, m.part(x), alpha=2.0), set()),
+        ("residual", sum_in_place, {"mutation"}),
+    ],
+)
+def test_norms_and_residuals_that_stay(rule, forward, codes):
+    result = rewritten(Model(forward, norm=LlamaNorm(K), part=factors()), X)
+    assert rule not in kinds_of(result)
+    assert {d.code for d in result.declined if d.rule == rule} == codes
 
 
 def test_dropout_in_training_stands_between():

@@ -171,15 +171,15 @@ def test_a_refusal_names_the_operation_and_its_line():
     assert int(line) > 0
 
 
-@pytest.mark.parametrize("place", ["inside", "behind"])
-def test_products_on_two_sides_of_an_operator_are_left_alone(place):
-    def inside(p, x):
-        return checkpoint(lambda h: L(h, p.b), L(x, p.a), use_reentrant=False)
-
-    def behind(p, x):
-        return L(checkpoint(lambda y: L(y, p.a), x, use_reentrant=False), p.b)
-
-    assert not explain(model_of({"inside": inside, "behind": behind}[place]), X).matches
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda p, x: checkpoint(lambda h: L(h, p.b), L(x, p.a), use_reentrant=False),
+        lambda p, x: L(checkpoint(lambda y: L(y, p.a), x, use_reentrant=False), p.b),
+    ],
+)
+def test_products_on_two_sides_of_an_operator_are_left_alone(function):
+    assert not explain(model_of(function), X).matches
 
 
 def normed(x):
@@ -220,14 +220,10 @@ def test_a_model_in_eval_mode():
 
 def test_a_batch_norm_in_the_layer_before():
     first, norm, last = nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 48)
-    norm.running_mean.normal_(), norm.running_var.uniform_(0.5, 2.0)
     model = nn.Sequential(first, norm, last).eval().requires_grad_(False)
-    (refused,) = rewrite(model, (X[0],)).declined
-    assert refused.code == "between"
+    assert codes_of(rewrite(model, (X[0],))) == ["between"]
     mended = nn.Sequential(fuse_linear_bn_eval(first, norm), last).eval().requires_grad_(False)
-    result = rewrite(mended, (X[0],), options=VERIFIED)
-    assert kinds_of(result) == ["lowrank"]
-    torch.testing.assert_close(result.graph_module(X[0]), model(X[0]), rtol=1e-5, atol=1e-5)
+    assert kinds_of(rewrite(mended, (X[0],), options=VERIFIED)) == ["lowrank"]
 
 
 def collected(function, *inputs, dynamic=None):
@@ -253,21 +249,17 @@ def test_weights_with_static_sizes():
 def test_a_transform_of_rewritten_code():
     model = model_of(chain)
     found = explain(lambda x: torch.func.vmap(lambda row: chain(model, row))(x), X)
-    (refused,) = found.declined
-    assert refused.code == "region"
+    assert codes_of(found) == ["region"]
     row = nmm.rewrite(model, (X[0],))
     assert kinds_of(row) == ["lowrank"]
     got = torch.func.vmap(row.graph_module)(X)
     torch.testing.assert_close(got, model(X), rtol=1e-5, atol=1e-5)
-    assert traced(chain, X).matches  # the whole batch
 
 
 def test_plain_tensors():
     class Sub(torch.Tensor):
         pass
 
-    given = nn.Sequential(nn.Linear(64, 8), nn.Linear(8, 48)).requires_grad_(False)
     sub = X.as_subclass(Sub)
-    told = [d.code for d in trace_and_run(given, sub).declined]
-    assert told == ["device"]
-    assert trace_and_run(given, sub.as_subclass(torch.Tensor)).matches
+    assert codes_of(trace_and_run(model_of(chain), sub)) == ["device"]
+    assert trace_and_run(model_of(chain), sub.as_subclass(torch.Tensor)).matches
