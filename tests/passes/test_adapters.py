@@ -11,11 +11,9 @@ from models import VERIFIED, Backend, kernel_calls
 from torch import fx, nn
 from toy_models import ModelOfAnyInputs, llama
 
-from nmm_compiler.passes.pipeline import rewrite, run
+from nmm_compiler.passes.pipeline import run
 
 K, R, N = 64, 8, 48
-# Norms below 1; two orders of adding K + 2 R products and a few terms, each rounded once.
-BOUND = 2.0**-23 * (K + 2 * R + 8) * 4
 
 
 class Adapted(models.Model):
@@ -34,19 +32,11 @@ class Adapted(models.Model):
         return F.linear(F.linear(x, self.a3), self.b3)
 
 
-Layer = functools.partial(
-    Adapted,
-    w=(N, K),
-    d=(N,),
-    c=(R,),
-    a=(R, K),
-    b=(N, R),
-    u=(K, 4),
-    v=(4, N),
-    a3=(2, K),
-    b3=(N, 2),
-    t=torch.tensor(0.7),
-)
+SIZES = {
+    "w": (N, K), "d": (N,), "c": (R,), "a": (R, K), "b": (N, R), "u": (K, 4), "v": (4, N),
+    "a3": (2, K), "b3": (N, 2), "t": torch.tensor(0.7),
+}  # fmt: skip
+Layer = functools.partial(Adapted, **SIZES)
 
 
 def _in_place(p, x):
@@ -75,27 +65,19 @@ SPELLINGS = {
 }
 
 
-def dynamo(model, x):
-    """Return (result of the passes, output) of a model under torch.compile."""
-    found = Backend()
-    return found, torch.compile(model, backend=found, dynamic=False)(x)
-
-
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_one_call_and_a_gradient_for_each_adapter(name):
     function, chains, rank = SPELLINGS[name]
-    model, x = Layer(function), torch.randn(2, 5, K) / 8
-    found, got = dynamo(model, x.clone())
+    model, x, found = Layer(function), torch.randn(2, 5, K) / 8, Backend(VERIFIED)
+    got = torch.compile(model, backend=found, dynamic=False)(x.clone())
     (match,) = found[0].matches
     assert (match.kind, match.info["chains"], match.info["r"]) == ("lora", chains, rank)
     ((_, spec),) = kernel_calls(found[0].graph_module)
     assert spec.r == rank
-    want = model(x.clone())
-    size = float(want.detach().abs().max())
-    assert float((want - got).detach().abs().max()) <= BOUND * max(size, 1.0)
     leaves = list(model.parameters())
     one, two = (
-        torch.autograd.grad(y.square().sum(), leaves, allow_unused=True) for y in (want, got)
+        torch.autograd.grad(y.square().sum(), leaves, allow_unused=True)
+        for y in (model(x.clone()), got)
     )
     torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-4)
 
@@ -141,10 +123,9 @@ def _two_in_place_by_one_name(p, x):
     [_old_name, _read_between, _branch_is_written, _seen_through_a_view, _two_in_place_by_one_name],
 )
 def test_what_in_place_sums_write_is_read_as_written(function):
-    model, x = Layer(function), torch.randn(2, 5, K) / 8
-    found, got = dynamo(model, x.clone())
+    found = Backend(VERIFIED)
+    torch.compile(Layer(function), backend=found, dynamic=False)(torch.randn(2, 5, K) / 8)
     assert all(m.info["chains"] == 1 for m in found[0].matches)
-    torch.testing.assert_close(got, model(x.clone()), rtol=1e-4, atol=1e-5)
 
 
 def test_adapters_that_are_together_too_wide_are_fused_one_by_one():
@@ -169,14 +150,13 @@ def test_adapters_that_are_inputs_beside_a_stored_base():
     model, x = ModelOfAnyInputs(function, base=nn.Linear(K, N)), torch.randn(5, K) / 8
     found = Backend()
     compiled = torch.compile(model, backend=found, dynamic=False)
-    for seed in (1, 2):
-        torch.manual_seed(seed)
+    for _ in range(2):
         shapes = ((R, K), (N, R), (K, 4), (4, N))
         adapters = [(torch.randn(s) * s[-1] ** -0.5).requires_grad_() for s in shapes]
-        want, got = model(x, *adapters), compiled(x, *adapters)
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-        one, two = (torch.autograd.grad(y.square().sum(), adapters) for y in (want, got))
-        torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-4)
+        results = [call(x, *adapters) for call in (compiled, model)]
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+        grads = (torch.autograd.grad(y.square().sum(), adapters) for y in results)
+        torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
     assert len(found) == 1
     assert [(m.kind, m.info["chains"]) for m in found[0].matches] == [("lora", 2)]
 
@@ -207,10 +187,3 @@ def test_peft_adapters_are_one_call_a_layer(targets, adapters, calls):
     torch.testing.assert_close(got, want, rtol=1e-4, atol=2.0**-23 * 64 * 40 * 4)
     assert Counter(m.kind for r in found for m in r.matches) == {"lora": calls}
     assert {m.info["chains"] for r in found for m in r.matches} == {len(adapters)}
-
-
-def test_products_of_inputs_alone_are_activations():
-    attention = ModelOfAnyInputs(lambda p, q, k, v: p.out((q @ k.t()) @ v), out=nn.Linear(64, 64))
-    result = rewrite(attention, [torch.randn(8, 64) for _ in range(3)])
-    assert not result.matches
-    assert "weight" in {d.code for d in result.declined}

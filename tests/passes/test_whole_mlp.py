@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from models import codes_of, kernel_calls, kinds_of
+from models import Model, Pair, codes_of, kernel_calls, kinds_of
 from torch import nn
 
 from nmm_compiler.kernels.linear.specs import GatedMLPSpec
@@ -13,29 +13,20 @@ from nmm_compiler.passes.pipeline import rewrite, run
 from nmm_compiler.prices.ways import ways
 
 
-class Projection(nn.Module):
-    """Two factors, or one dense weight when r is 0."""
-
-    def __init__(self, k, r, n, bias=False):
-        super().__init__()
-        self.a = nn.Linear(k, r, bias=False) if r else nn.Identity()
-        self.b = nn.Linear(r or k, n, bias=bias)
-
-    def forward(self, x):
-        return self.b(self.a(x))
+def projection(k, r, n, bias):
+    """Return two factors, or one dense weight when r is 0."""
+    return Pair(k, r, n, bias) if r else nn.Linear(k, n, bias)
 
 
-class MLP(nn.Module):
-    def __init__(self, ranks, k=32, n=64, back=None, bias=False, after=lambda mlp, y, h: y):
-        super().__init__()
-        torch.manual_seed(0)
-        self.gate, self.up = Projection(k, ranks[0], n, bias), Projection(k, ranks[1], n, bias)
-        self.down = Projection(n, ranks[2], back or k, bias)
-        self.after = after
+def mlp(ranks, k=32, n=64, back=32, bias=False, after=lambda y, h: y):
+    """Return a gated MLP of projections of these ranks, and a function of what it returns and h."""
 
-    def forward(self, x):
-        h = F.silu(self.gate(x)) * self.up(x)
-        return self.after(self, self.down(h), h)
+    def function(p, x):
+        h = F.silu(p.gate(x)) * p.up(x)
+        return after(p.down(h), h)
+
+    sizes = {"gate": (k, ranks[0], n), "up": (k, ranks[1], n), "down": (n, ranks[2], back)}
+    return Model(function, **{name: projection(*size, bias) for name, size in sizes.items()})
 
 
 X = torch.randn(2, 5, 32)
@@ -43,59 +34,51 @@ X = torch.randn(2, 5, 32)
 
 def rewritten(model, kinds, x=X):
     """Return the result for a model that has matches of these kinds."""
-    result = rewrite(model, x)
+    result = rewrite(model, x, verify=not model.training)
     assert kinds_of(result) == kinds
     return result
-
-
-def agree(result, model, x=X):
-    # 64 terms at most, three products after each other, sums of values below 1 in fp32.
-    torch.testing.assert_close(result.graph_module(x), model(x), rtol=0, atol=2.0**-24 * 64 * 6)
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("ranks", [(4, 4, 4), (0, 4, 4), (4, 0, 0), (0, 0, 4), (0, 4, 0)])
 def test_any_projection_may_be_dense(ranks, bias):
-    model = MLP(ranks, bias=bias)
-    result = rewritten(model, ["gated_mlp"])
+    result = rewritten(mlp(ranks, bias=bias).eval(), ["gated_mlp"])
     assert not result.declined
     ((_, spec),) = kernel_calls(result.graph_module)
     assert tuple(map(spec.rank, spec.branches)) == ranks
     assert result.matches[0].info["chains"] == sum(map(bool, ranks))
-    agree(result, model)
 
 
 def test_a_dense_mlp_is_left_alone():
-    result = rewrite(MLP((0, 0, 0)), X)
+    result = rewrite(mlp((0, 0, 0)), X)
     assert not result.matches
     assert not result.declined
 
 
 def test_h_with_another_reader_stays_two_kernels():
-    model = MLP((4, 4, 4), after=lambda mlp, y, h: y + h.sum())
+    model = mlp((4, 4, 4), after=lambda y, h: y + h.sum()).eval()
     result = rewritten(model, ["gated_mlp_up", "lowrank"])
     (declined,) = result.declined
     assert (declined.rule, declined.code) == ("gated_mlp", "other_user")
     assert "is also used by sum" in declined.reason
-    agree(result, model)
 
 
 def test_other_features_come_back():
-    model = MLP((4, 4, 4), back=48)
+    model = mlp((4, 4, 4), back=48)
     result = rewritten(model, ["gated_mlp_up", "lowrank"])
     assert codes_of(result) == ["no_kernel"]
     assert "returns 48 features" in result.declined[0].reason
 
 
 def test_dropout_before_the_down_projection_stays_two_kernels():
-    model = MLP((4, 4, 4)).train()
+    model = mlp((4, 4, 4)).train()
     model.down.a = nn.Sequential(nn.Dropout(0.5), model.down.a)
     rewritten(model, ["gated_mlp_up", "lowrank"])
 
 
 def test_what_does_not_fit_is_declined_with_the_numbers():
     n = 120_000  # h^T of 128 tokens takes 938 tiles of 256 bytes per partition, trn2 has 212,472
-    model, x = MLP((2, 2, 2), n=n).to(torch.bfloat16), torch.randn(128, 32).to(torch.bfloat16)
+    model, x = mlp((2, 2, 2), n=n).to(torch.bfloat16), torch.randn(128, 32).to(torch.bfloat16)
     result = rewritten(model, ["gated_mlp_up", "lowrank"], x)
     (declined,) = result.declined
     assert declined.code == "no_kernel"
@@ -127,7 +110,7 @@ def test_a_symbolic_count_is_judged_at_one_count_by_every_rule(monkeypatch):
     def backend(module, inputs):
         return run(module, inputs, {}).graph_module.forward
 
-    for model in (MLP((4, 4, 4)), MLP((4, 4, 4), back=48)):
+    for model in (mlp((4, 4, 4)), mlp((4, 4, 4), back=48)):
         torch._dynamo.reset()
         torch.compile(model, backend=backend, dynamic=True)(X)
     assert {spec.family for spec in asked} >= {"gated_mlp", "gated_mlp_up", "lowrank"}
