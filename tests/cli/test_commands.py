@@ -4,7 +4,6 @@ Most lines run in this process; one of each kind, and what only a start shows, i
 """
 
 import json
-import os
 import sys
 from types import SimpleNamespace
 
@@ -19,28 +18,6 @@ SIZES = ("--m", "8", "--k", "64", "--r", "16", "--n", "64")
 
 def started(*words, **environment):
     return ran("-m", "nmm_compiler.cli.main", *words, COLUMNS="200", **environment)
-
-
-def test_help_lists_every_command_and_an_example(nmm):
-    top = nmm("--help", code=0).out
-    commands = ("demo", "kernel", "explain", "plan", "build", "simulate", "profile", "lint",
-                "compress", "eval", "export", "doctor", "cache list", "cache verify",
-                "cache clear")  # fmt: skip
-    for command in commands:
-        assert command.split()[0] in top
-        assert "Example: nmm" in nmm(*command.split(), "--help").out, command
-
-
-def test_kernel_check_prints_path_schedule_profile_and_error():
-    done = started(
-        "kernel", "lowrank", "--m", "200", "--k", "300", "--r", "70", "--n", "900",
-        "--dtype", "bfloat16", "--target", "trn2", "--check",
-    )  # fmt: skip
-    lines = dict(line.split(None, 1) for line in done.stdout.splitlines() if " " in line)
-    assert os.path.isfile(lines["source"])
-    assert "passed" in lines["check"]
-    assert "us" in lines["predicted"]
-    assert lines["schedule"]
 
 
 def test_kernel_print_is_python_that_imports_only_nki(nmm):
@@ -142,32 +119,6 @@ def test_eval_hands_its_words_to_lm_eval_and_ends_as_it_does(ends, nmm, tmp_path
     assert ("lm-eval ended with exit code 3" in said) == bool(ends)
     wanted = ["--model", "hf", "--model_args", f"pretrained={tmp_path},trust_remote_code=True"]
     assert seen == [[sys.executable, "-m", "lm_eval", *wanted, *words]]
-
-
-MODEL = """
-import torch
-
-def model():
-    torch.manual_seed(0)
-    low = torch.nn.Sequential(torch.nn.Linear(16, 2, bias=False), torch.nn.Linear(2, 8))
-    return low, {"input": torch.randn(4, 16)}
-"""
-
-
-def test_export_writes_module_manifest_and_sources(nmm, tmp_path):
-    pytest.importorskip("torch_mlir")
-    (tmp_path / "my.py").write_text(MODEL)
-    model, out = f"{tmp_path / 'my.py'}:model", tmp_path / "out.mlir"
-    for place in (tmp_path / "missing" / "a.mlir", tmp_path):  # refused before any work
-        assert "cannot write" in nmm("export", model, "-o", place, code=2).err
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["my.py"]
-    shown = nmm("export", model, "--dialect", "linalg", "-o", out, code=0).out
-    assert "lowrank" in shown
-    assert f"wrote {out}" in shown
-    assert "call @nmm_lowrank_matmul_" in out.read_text()
-    manifest = json.loads((tmp_path / "out.manifest.json").read_text())
-    for source in manifest["kernels"][0]["launches"][0]["sources"]:
-        assert (tmp_path / source["file"]).is_file()
 
 
 # A cache directory that others can write: each command says once what follows for it.

@@ -100,9 +100,3 @@ def test_every_step_is_checked(form, target, monkeypatch, nmm):
         "low rank alone loses",
     ):
         assert words.strip() in " ".join(ended.out.split()), words
-
-
-def test_a_form_that_is_none_is_refused_before_any_work(monkeypatch, nmm):
-    monkeypatch.setattr(demo.models, "language_model", lambda: pytest.fail("the model was loaded"))
-    said = nmm("demo", "--form", "fp9", code=2)
-    assert "form' is 'fp9'; pass bf16, mxfp4" in " ".join(said.err.split())
