@@ -14,7 +14,7 @@ from nmm_compiler.cache.store import Store
 from nmm_compiler.errors import CacheMissError, CacheWarning, DamagedEntryError
 
 SOURCE = "import nki\n\n\n@nki.jit\ndef kernel(x):\n    return x  # é\n"
-META = {"predicted": {"latency_us": 12.5}, "schedule": {"tile": [128, 512]}}
+META = {"us": 12.5}
 
 
 @pytest.fixture
@@ -58,18 +58,6 @@ def test_every_cut_is_detected(directory, entry, name):
         file.write_bytes(original + tail)
         with pytest.raises(DamagedEntryError):
             disk.read(entry.key.digest)
-
-
-def test_list_verify_and_prune_see_damage(directory, entry):
-    store = Store(directory)
-    store.get_or_build(key_of(2), Builder())
-    (entry.path / "kernel.py").write_text("other\n")
-    states = {info.digest: info.state for info in store.entries()}
-    assert states[key_of(2).digest] == "ok"
-    assert "sha256" in states[key_of(1).digest]
-    assert sorted(row.state[:7] for row in store.verify()) == ["damaged", "same"]
-    assert [info.digest for info in store.prune()] == [key_of(1).digest]
-    assert [row.state for row in store.verify()] == ["same"]
 
 
 def test_explain_says_that_an_entry_is_damaged(directory, entry):
@@ -125,7 +113,7 @@ def test_noise_is_never_a_manifest(noise):
         verified(key_of(1).digest, {"kernel.py": b"", "meta.json": noise})
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     files=st.dictionaries(
         st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,30}", fullmatch=True).filter(

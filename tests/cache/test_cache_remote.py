@@ -70,10 +70,10 @@ def _object(files, *numbers):
 
 
 def _filled(tmp_path, url):
-    store = Store(tmp_path / "source")
+    store = Store(tmp_path / "source", remote=url, check=accept)
     for number in range(3):
         store.get_or_build(key_of(number), Builder(f"y = {number}\n"), {"n": number})
-    return Store(tmp_path / "source", remote=url, check=accept)
+    return store
 
 
 def _put(url, data):
@@ -107,17 +107,21 @@ def test_push_replaces_a_damaged_object(tmp_path, url):
 
 
 @pytest.mark.parametrize("mode", ["ro", "require"])
-def test_reading_modes_use_the_shared_store_and_write_nothing(tmp_path, url, mode):
+def test_reading_modes_use_the_shared_store_and_write_nothing(tmp_path, url, mode, monkeypatch):
+    """The shared store may be declared by the environment."""
     _filled(tmp_path, url).push()
-    store, build = Store(tmp_path / "none", mode, remote=url, check=accept), Builder()
+    monkeypatch.setenv("NMM_CACHE_DIR", str(tmp_path / "none"))
+    monkeypatch.setenv("NMM_CACHE", mode)
+    monkeypatch.setenv("NMM_REMOTE_CACHE", url)
+    store, build = Store.open(check=accept), Builder()
     assert store.get_or_build(key_of(1), build).files == {"kernel.py": "y = 1\n"}
     assert store.get(key_of(1)) is store.get(key_of(1))
     assert build.calls == 0
     assert not (tmp_path / "none").exists()
 
 
-def _not_taken(tmp_path, url, match, check=accept):
-    store, build = Store(tmp_path / "victim", remote=url, check=check), Builder("built = 1\n")
+def _not_taken(tmp_path, url, match):
+    store, build = Store(tmp_path / "victim", remote=url, check=accept), Builder("built = 1\n")
     with pytest.warns(CacheWarning, match=match):
         entry = store.get_or_build(key_of(1), build)
     assert build.calls == 1
@@ -138,19 +142,6 @@ def _not_taken(tmp_path, url, match, check=accept):
 def test_objects_that_are_not_the_entry_or_not_a_kernel(tmp_path, url, data, match):
     _put(url, data)
     _not_taken(tmp_path, url, match)
-
-
-def test_an_entry_that_the_check_refuses(tmp_path, url):
-    _put(url, _object({"kernel.py": "tile = 9999\n", "notes.txt": "?"}, 1))
-    seen = []
-
-    def check(name, text):
-        seen.append(name)
-        raise ValueError("line 1: a tile of 9999")
-
-    _not_taken(tmp_path, url, "a tile of 9999", check)
-    assert seen == ["kernel.py"]
-    _not_taken(tmp_path / "other", url, "nobody gave a check", check=None)
 
 
 def test_it_is_asked_only_for_a_miss_and_only_where_it_is_declared(tmp_path, server):
@@ -208,12 +199,3 @@ def test_a_fifo_and_a_directory_that_is_not_there(tmp_path):
     shared_store = Store(tmp_path / "c", remote=f"file://{tmp_path}/shared", check=accept)
     with warnings.catch_warnings(action="error"):
         assert shared_store.get(key_of(2)) is None  # the directory is there, the entry is not
-
-
-def test_the_environment_declares_it(tmp_path, monkeypatch, url):
-    _filled(tmp_path, url).push()
-    monkeypatch.setenv("NMM_CACHE_DIR", str(tmp_path / "c"))
-    monkeypatch.setenv("NMM_REMOTE_CACHE", url)
-    build = Builder()
-    assert Store.open(check=accept).get_or_build(key_of(1), build).files
-    assert build.calls == 0
