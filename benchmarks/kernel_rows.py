@@ -194,8 +194,7 @@ def _launched(name: str, args: tuple[Any, ...], target: str, **keywords: Any) ->
     kwargs = {"executor": "simulator", "target": target, **keywords}
     found = []
     for op, operands, given in backward_calls(name, args, kwargs)[0]:
-        lowered = lower(op, operands, given, int(tokens(operands[0], given)))
-        found += [launch.spec for launch in lowered.launches]
+        found.append(lower(op, operands, given, int(tokens(operands[0], given))).spec)
     return found
 
 

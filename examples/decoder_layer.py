@@ -204,8 +204,8 @@ def timeline(count: int, rank: int, target: str, context: int) -> None:
         layer(meta(count, hidden), cache)
         rows = []
         for what, op, args, keywords in layer.calls:
-            (launch,) = _lowered(op, args, keywords)
-            rows.append((what, simulated_us(launch.spec, target), launch.spec.short()))
+            spec = lower(op, args, keywords, int(tokens(args[0], keywords))).spec
+            rows.append((what, simulated_us(spec, target), spec.short()))
         shown[kind] = rows
     whole = f"{count} token{'s' * (count > 1)}" + (f", {context} keys" if count == 1 else "")
     print(f"\nA layer of Llama 3.2 1B, {whole}, bfloat16 on {target}, one core; simulated us:")
@@ -216,18 +216,6 @@ def timeline(count: int, rank: int, target: str, context: int) -> None:
             print(f"    {start:9.1f}  {us:9.1f}  {what:20s} {spec}")
             start += us
         print(f"    {start:9.1f}  the whole layer, without gaps between launches")
-
-
-def _lowered(op: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """Return the launches of a call; operands given by keyword take their places."""
-    schema = getattr(OPS, op).default._schema
-    names = [argument.name for argument in schema.arguments if not argument.kwarg_only]
-    placed = [*args, *[None] * (len(names) - len(args))]
-    rest = dict(keywords)
-    for place, name in enumerate(names):
-        if name in rest:
-            placed[place] = rest.pop(name)
-    return lower(op, tuple(placed), rest, int(tokens(args[0], rest))).launches
 
 
 def main() -> None:

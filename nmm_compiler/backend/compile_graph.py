@@ -324,7 +324,7 @@ def _build_kernels(work: Compilation, rewritten: fx.GraphModule) -> None:
             counts.update(_specs(work, called))
             after, products = _backward(called)
             for call in after:
-                backward.update(_launched(work, call, isinstance(called[-1], int)))
+                backward[_launched(work, call, isinstance(called[-1], int))] += 1
             by_torch.update(products)
     counts.update(backward)
     target, device = work.options.target, _kernel_device(work)
@@ -388,14 +388,13 @@ def _specs(work: Compilation, called: GraphCall) -> list[Any]:
         return []
     if not isinstance(m, int):
         work.notes.append("the token count is symbolic: kernels are built per bucket")
-    return _launched(work, (*call, count), isinstance(m, int)) if count else []
+    return [_launched(work, (*call, count), isinstance(m, int))] if count else []
 
 
-def _launched(work: Compilation, call: GraphCall, static: bool) -> list[Any]:
-    """Return the specs that a call with a token count launches on the target."""
-    options = work.options
-    launches = lower(*call, view_turned, lnc=options.lnc).launches
-    return [KERNELS.sized(launch, options.target, options, static) for launch in launches]
+def _launched(work: Compilation, call: GraphCall, static: bool) -> Any:
+    """Return the spec that a call with a token count launches on the target."""
+    launch = lower(*call, view_turned, lnc=work.options.lnc)
+    return KERNELS.sized(launch, work.options.target, work.options, static)
 
 
 def meta_value(node: fx.Node) -> Any:

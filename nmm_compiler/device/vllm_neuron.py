@@ -103,8 +103,7 @@ def _lowered(work: Compilation, gm: fx.GraphModule) -> fx.GraphModule:
     """Return the graph with kernels in place of our ops, or the original where one has none."""
     options = work.options
     try:
-        lowered = {node: lower(*_call(node), lnc=options.lnc) for node in calls_of(gm)}
-        calls = {node: call.launches[0] for node, call in lowered.items()}
+        calls = {node: lower(*_call(node), lnc=options.lnc) for node in calls_of(gm)}
         specs = [launch.spec for launch in calls.values()]
         fill_cache(list(dict.fromkeys(specs)), options.target, options=options)
         for node, launch in calls.items():

@@ -214,7 +214,7 @@ def _launch(call: KernelCall, tokens: int) -> tuple[Any, tuple[int, ...]]:
     tensors = call.tensors()
     args, keywords = call.rebuild(tensors.__getitem__)
     try:
-        (launch,) = lowering.lower(call.op, args, keywords, tokens).launches
+        launch = lowering.lower(call.op, args, keywords, tokens)
     except NmmError as error:
         raise ModelError(f"no kernel computes {call.node}: {error}") from error
     numbers = {id(tensor): number for number, tensor in enumerate(tensors)}

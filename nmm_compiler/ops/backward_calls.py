@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from nmm_compiler.ops.lower import op_name
 from nmm_compiler.ops.registration import DEFINITIONS
@@ -50,15 +50,14 @@ def backward_calls(
     There are none where no operand needs a gradient. size: the number that a size stands for, which
     may be symbolic.
     """
-    need = tree_map(lambda a: isinstance(a, Tensor) and a.requires_grad, tuple(args))
-    op = DEFINITIONS[name]
-    noted = _Noted()
+    op, noted = DEFINITIONS[name], _Noted()
+    flat, form = tree_flatten(tuple(args))
+    need = [isinstance(one, Tensor) and one.requires_grad for one in flat]
     with torch.no_grad():
         held = tree_map_only(Tensor, lambda t: _without_data(t, size), tuple(args))
-        made = op.fake(*held, **kwargs)
-        grads = tuple(made) if op.many else (made,)
+        made = op.fake(op.bound(held, kwargs))
         with noted:
-            op.gradient(held, kwargs, grads, need)
+            op.gradient(tree_leaves(held), form, kwargs, made if op.many else [made], need)
     return noted.calls, noted.by_torch
 
 

@@ -192,10 +192,9 @@ class AdaptersOp(LinearOp):
         rank = one.sizes[1] // gains.shape[0]
         return one.of(x, inner_factor=each.repeat_interleave(rank, -1), **said)
 
-    def fake(self, *args: Any, **kw: Any) -> Tensor:
+    def fake(self, given: dict[str, Any]) -> Tensor:
         """Return an empty result; raises NmmError for operands that do not fit."""
-        given = self.bound(args, kw)
-        made: Tensor = super().fake(*args, **kw)
+        made: Tensor = super().fake(given)
         gains, rank = given["gains"], weight_shape("u", given["u"], given["u_layout"])[1]
         if gains.dim() != 1 or rank % gains.shape[0]:
             raise ShapeError(
@@ -206,15 +205,13 @@ class AdaptersOp(LinearOp):
         return made
 
     def lower(
-        self, rows: Tensor, args: Sequence[Any], kw: dict[str, Any], m: int,
-        transpose: Transpose | None,
-    ) -> list[Launch]:  # fmt: skip
+        self, given: dict[str, Any], rows: Tensor, m: int, transpose: Transpose | None
+    ) -> Launch:
         """Return the launch of a call."""
-        given = self.bound(args, kw)
         rank = weight_shape("u", given["u"], given["u_layout"])[1] // given["gains"].shape[0]
         given["index"] = given["index"].reshape(-1).to(torch.int32)
         given["row_scale"] = given["gains"].float().repeat_interleave(rank)
-        return super().lower(rows, (), given, m, transpose)
+        return super().lower(given, rows, m, transpose)
 
     def sizes(self, given: Mapping[str, Any], linears: Sequence[Linear]) -> dict[str, Any]:
         """Return the sizes of a spec: r is the rank of one adapter."""
@@ -229,10 +226,9 @@ class ExpertsOp(Op):
         """Return what the op computes, in plain PyTorch."""
         return experts(self.bound(args, kw))
 
-    def fake(self, *args: Any, **kw: Any) -> Tensor:
+    def fake(self, given: dict[str, Any]) -> Tensor:
         """Return an empty result; raises NmmError for operands that do not fit."""
-        given = self.bound(args, kw)
-        read_layouts(kw)
+        read_layouts(given)
         check_name("halves", given["halves"], HALVES)
         check_name("format", given["format"], ("", FACTORS, *MULTIPLIED))
         x, picks = given["x"], given["index"]
@@ -274,11 +270,9 @@ class ExpertsOp(Op):
         )  # fmt: skip
 
     def lower(
-        self, rows: Tensor, args: Sequence[Any], kw: dict[str, Any], m: int,
-        transpose: Transpose | None,
-    ) -> list[Launch]:  # fmt: skip
+        self, given: dict[str, Any], rows: Tensor, m: int, transpose: Transpose | None
+    ) -> Launch:
         """Return the launch of a call."""
-        given = self.bound(args, kw)
         spec = self.spec_of(given, m, dtype_name(rows))
         # kernels take plain weights in either layout, and factors by rows
         kept = "w" if not given["format"] and transpose is None else ""
@@ -288,7 +282,7 @@ class ExpertsOp(Op):
         named["gates"] = given["gates"].reshape(m, -1).float()
         for name in ("gate_up", "down"):
             named |= stored_operands(stacks(given, name), transpose or turned, kept=kept)
-        return [Launch(spec, tuple(named[tensor.name] for tensor in spec.inputs()))]
+        return Launch(spec, tuple(named[tensor.name] for tensor in spec.inputs()))
 
 
 def _of_one_dtype(given: Mapping[str, Any]) -> Iterator[Tensor | None]:

@@ -14,13 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_unflatten
 
 from nmm_compiler.errors import ShapeError
 from nmm_compiler.ops.launches import Launch
 from nmm_compiler.ops.operands import check_same
 
-Grads = list[Any]
 Placements = list[tuple[list[Any], list[Any]]]
 """Rows of (placements of the results, placements of the operands) that DTensor may use."""
 
@@ -146,34 +145,38 @@ class Op:
         """Return the results again, differentiable by calls of this package's ops."""
         return self.reference(*args, **kw)
 
-    def fake(self, *args: Any, **kw: Any) -> Any:
-        """Return empty results; raises NmmError for operands that do not fit."""
+    def of_arguments(self, function: Callable[[dict[str, Any]], Any]) -> Callable:
+        """Return a function of a call's arguments by name as one of the arguments themselves."""
+        return lambda *args, **kw: function(self.bound(args, kw))
+
+    def fake(self, given: dict[str, Any]) -> Any:
+        """Return empty results of a call; raises NmmError for operands that do not fit."""
         raise NotImplementedError
 
-    def lower(
-        self, rows: Tensor, args: Sequence[Any], kw: dict[str, Any], m: int, transpose: Any
-    ) -> list[Launch]:
-        """Return the launches of a call whose x, as a matrix of m tokens, is `rows`."""
+    def lower(self, given: dict[str, Any], rows: Tensor, m: int, transpose: Any) -> Launch:
+        """Return the launch of a call whose x, as a matrix of m tokens, is `rows`."""
         raise NotImplementedError
 
-    def sharding(self, *args: Any, **kw: Any) -> Placements:
+    def sharding(self, given: dict[str, Any]) -> Placements:
         """Return the placements that DTensor may use: every tensor is whole on each device."""
         from torch.distributed.tensor import Replicate
 
-        return [([Replicate()], [None if one is None else Replicate() for one in args])]
+        held = [given[one.name] for one in self.operands]
+        return [([Replicate()], [None if one is None else Replicate() for one in held])]
 
-    def gradient(self, args: tuple, kw: dict[str, Any], grads: tuple, need: tuple) -> Grads:
-        """Return a gradient, or None, for each operand.
+    def gradient(
+        self, flat: Sequence[Any], form: Any, kw: dict[str, Any], grads: Sequence[Any],
+        need: Sequence[bool],
+    ) -> list[Any]:  # fmt: skip
+        """Return a gradient, or None, for each tensor of a call's operands, `flat` of that form.
 
-        grads: those of the results, None for one that no loss reads. need: which operands need one.
+        grads: those of the results, None for one that no loss reads. need: which tensors need one.
         """
         again = torch.is_grad_enabled()
-        flat, form = tree_flatten(args)
-        asked = tree_leaves(tree_map(bool, need))
         with torch.enable_grad():
             held = [
                 t if not n else t.view_as(t) if again else t.detach().requires_grad_()
-                for t, n in zip(flat, asked, strict=True)
+                for t, n in zip(flat, need, strict=True)
             ]
             made = self.by_kernels(tree_unflatten(held, form), kw)
             results = made if isinstance(made, list) else [made]
@@ -182,7 +185,7 @@ class Op:
                 for y, g in zip(results, grads, strict=True)
                 if g is not None and y.requires_grad
             ]
-            wanted = [t for t, n in zip(held, asked, strict=True) if n]
+            wanted = [t for t, n in zip(held, need, strict=True) if n]
             found: Any = [None] * len(wanted)
             if read and wanted:
                 outputs, of_outputs = zip(*read, strict=True)
@@ -190,4 +193,4 @@ class Op:
                     outputs, wanted, of_outputs, create_graph=again, allow_unused=True
                 )
         each = iter(found)
-        return list(tree_unflatten([next(each) if n else None for n in asked], form))
+        return [next(each) if n else None for n in need]

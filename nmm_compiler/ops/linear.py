@@ -221,10 +221,9 @@ class LinearOp(Op):
         where = {name: kw.get(name, default) for name, default in WHERE.items()}
         return self.reference(*args, **kw, by=ByKernels(**where))
 
-    def fake(self, *args: Any, **kw: Any) -> Any:
+    def fake(self, given: dict[str, Any]) -> Any:
         """Return empty results; raises NmmError for operands that do not fit."""
-        given = self.bound(args, kw)
-        read_layouts(kw)
+        read_layouts(given)
         x, dtype = given["x"], _result_dtype(given)
         like = x if x.dtype == dtype else x.new_empty(x.shape, dtype=dtype)
         linears = self.linears(given)
@@ -251,11 +250,9 @@ class LinearOp(Op):
         return made if self.many else made[0]
 
     def lower(
-        self, rows: Tensor, args: Sequence[Any], kw: dict[str, Any], m: int,
-        transpose: Transpose | None,
-    ) -> list[Launch]:  # fmt: skip
+        self, given: dict[str, Any], rows: Tensor, m: int, transpose: Transpose | None
+    ) -> Launch:
         """Return the launch of a call whose x, as a matrix of m tokens, is `rows`."""
-        given = self.bound(args, kw)
         linears = self.linears(given)
         named = {name: one for name, one in given.items() if isinstance(one, Tensor)}
         has = {_FLAGS.get(one.name, one.name): one.name in named for one in self.operands}
@@ -285,7 +282,7 @@ class LinearOp(Op):
         if "residual" in named and spec.result_layouts()[0] == "row":
             named["residual"] = references.as_matrix(named["residual"])
         operands = tuple(_fitting(named[t.name], t) for t in inputs_of(spec) if t.name in named)
-        return [Launch(spec, operands, given.get("token_axis") or "m")]
+        return Launch(spec, operands, given.get("token_axis", "m"))
 
     def sizes(self, given: Mapping[str, Any], linears: Sequence[Linear]) -> dict[str, Any]:
         """Return the sizes of a spec, and what it says of each of several linears."""
@@ -302,13 +299,12 @@ class LinearOp(Op):
         made |= {f"{end}_r": rank for end, rank in zip(self.ends, ranks, strict=False)}
         return made | each if self.many else made
 
-    def sharding(self, *args: Any, **kw: Any) -> Placements:
+    def sharding(self, given: dict[str, Any]) -> Placements:
         """Return the placements that DTensor may use; ShapeError for blocks that ranks would cut.
 
         Scales lie as the outputs of their weight. Bytes and scales of MX weights are cut along the
         inputs only between blocks.
         """
-        given = self.bound(args, kw)
         return placements(given, self.tensors(given), self.ends)
 
 

@@ -1,4 +1,4 @@
-"""From an op call to kernel launches: which specs, and which operands in which order.
+"""From an op call to the launch of its kernel: which spec, and which operands in which order.
 
 The same function serves the backend, which asks for the kernels of a graph before it runs (on
 tensors without data), and the executors, which launch them.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,24 +21,6 @@ from nmm_compiler.ops.registration import DEFINITIONS
 
 GraphCall = tuple[str, Any, dict[str, Any], Any]
 """An op's name, its positional and its keyword arguments, and its tokens: a number, or a SymInt."""
-
-
-@dataclass(frozen=True)
-class Lowered:
-    """An op call as launches on x, and how their results become the op's.
-
-    lead: the token dimensions of a "row" result. many: the op returns a list.
-    """
-
-    launches: tuple[Launch, ...]
-    lead: tuple[Any, ...]
-    x_layout: str
-    many: bool = False
-
-    @property
-    def out_layouts(self) -> tuple[str, ...]:
-        """The layout of each result."""
-        return tuple(way for launch in self.launches for way in launch.spec.result_layouts())
 
 
 def tokens(x: Tensor, kwargs: dict[str, Any]) -> Any:
@@ -56,27 +38,22 @@ def lower(
     transpose: Transpose | None = None,
     *,
     lnc: int = 1,
-) -> Lowered:
-    """Return the launches of op `name` for m tokens.
+) -> Launch:
+    """Return the launch of op `name` for m tokens.
 
-    lnc: physical cores that run each kernel; one runs what they cannot share.
+    lnc: physical cores that run the kernel; one runs what they cannot share.
     Raises SpecError, ShapeError or UnknownNameError where no kernel family can compute the call.
     """
     op = DEFINITIONS.get(name)
     if op is None:
         raise UnknownNameError("op", name, tuple(DEFINITIONS))
     x = args[0]
-    x_layout = kwargs.get("x_layout", "row")
-    rows = as_matrix(x) if x_layout == "row" else x
-    lead = tuple(x.shape[:-1]) if x_layout == "row" else (x.shape[1],)
-    launches = op.lower(rows, args, kwargs, m, transpose)
-    for launch in launches:
-        for tensor, operand in zip(inputs_of(launch.spec), launch.operands, strict=True):
-            if dtype_name(operand) != tensor.dtype:
-                raise SpecError(f"{name}: operands have dtypes {x.dtype} and {operand.dtype}")
-    if lnc > 1:
-        launches = [replace(one, spec=one.spec.on_cores(lnc)) for one in launches]
-    return Lowered(tuple(launches), lead, x_layout, op.many)
+    rows = as_matrix(x) if kwargs.get("x_layout", "row") == "row" else x
+    launch = op.lower(op.bound(args, kwargs), rows, m, transpose)
+    for tensor, operand in zip(inputs_of(launch.spec), launch.operands, strict=True):
+        if dtype_name(operand) != tensor.dtype:
+            raise SpecError(f"{name}: operands have dtypes {x.dtype} and {operand.dtype}")
+    return replace(launch, spec=launch.spec.on_cores(lnc)) if lnc > 1 else launch
 
 
 def graph_call(node: fx.Node, value: Callable[[fx.Node], Any]) -> GraphCall | None:

@@ -94,10 +94,9 @@ class KernelCall(torch.autograd.Function):
         """Return one gradient, or None, for each flat operand."""
         if all(grad is None for grad in grads):
             return (None,) * len(ctx.needs_input_grad)
-        args = tree_unflatten(ctx.saved_tensors, ctx.form)
-        need = tree_unflatten(ctx.needs_input_grad[4:], ctx.form)
-        found = ctx.op.gradient(args, ctx.kwargs, grads, need)
-        return (None, None, None, None, *tree_flatten(tuple(found))[0])
+        need = ctx.needs_input_grad[4:]
+        found = ctx.op.gradient(ctx.saved_tensors, ctx.form, ctx.kwargs, grads, need)
+        return (None, None, None, None, *found)
 
 
 def _implementation(name: str, reference: Callable) -> Callable:
@@ -164,9 +163,9 @@ for _name, _op in DEFINITIONS.items():
     OPS[_name] = getattr(torch.ops.nmm, _name).default
     _library.impl(_name, _implementation(_name, _op.reference), "CompositeExplicitAutograd")
     _library.impl(_name, _autograd(_op), "Autograd")
-    torch.library.register_fake(f"nmm::{_name}", _op.fake, lib=_library)
+    torch.library.register_fake(f"nmm::{_name}", _op.of_arguments(_op.fake), lib=_library)
     autocast_and_vmap.register(_library, _name, OPS[_name])
 
-RULES = {OPS[name]: op.sharding for name, op in DEFINITIONS.items()}
+RULES = {OPS[name]: op.of_arguments(op.sharding) for name, op in DEFINITIONS.items()}
 RULES[torch.ops.nmm.dequantize.default] = dequantize_placements
 sharding.register_when_used(RULES)

@@ -88,8 +88,7 @@ def _launched(
             for node in made.graph.nodes:
                 called = graph_call(node, values.__getitem__)
                 if called is not None:
-                    (launch,) = lower(*called, view_turned).launches
-                    yield launch.spec, target
+                    yield lower(*called, view_turned).spec, target
 
 
 def _shares(

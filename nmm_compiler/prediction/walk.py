@@ -223,8 +223,7 @@ class _Walk:
     def _our_call(self, node: fx.Node) -> None:
         called = graph_call(node, self.c.values.__getitem__)
         assert called is not None
-        (launch,) = lower(*called, transpose=view_turned).launches
-        spec: Any = launch.spec
+        spec = lower(*called, transpose=view_turned).spec
         bases = (owner_of(self.c.base(n)[0]) for n in node.all_input_nodes if n in self.c.views)
         weights = tuple(self.names[b] for b in bases if b in self.names)
         exchanged = getattr(spec, "exchanged_bytes", int)()

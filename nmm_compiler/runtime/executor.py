@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -34,7 +35,8 @@ from nmm_compiler.errors import (
 from nmm_compiler.ops import registration
 from nmm_compiler.ops.call_options import options_of
 from nmm_compiler.ops.launches import Launch, inputs_of
-from nmm_compiler.ops.lower import lower, tokens
+from nmm_compiler.ops.lower import lower
+from nmm_compiler.ops.operands import tokens_of
 from nmm_compiler.options import Options
 from nmm_compiler.runtime import neuron
 from nmm_compiler.runtime.kernels import KERNELS
@@ -78,13 +80,14 @@ class KernelExecutor:
     def _by_kernels(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
     ) -> Any:
-        """Return the results of an op's launches, in its shapes."""
-        m = int(tokens(args[0], kwargs))
+        """Return the results of an op's kernel, in its shapes."""
+        lead, _ = tokens_of(args[0], kwargs.get("x_layout", "row"))
         transpose = None
         if has_own_memory(args[0]):  # else, as in a trace, each call would make the copy
             transpose = functools.partial(PACKS.transposed, freeze=options.freeze)
         try:
-            lowered = lower(name, args, kwargs, m, transpose, lnc=options.lnc)
+            m = int(math.prod(lead))
+            launch = lower(name, args, kwargs, m, transpose, lnc=options.lnc)
         except (SpecError, ShapeError, UnknownNameError) as error:
             if options.strict:
                 raise
@@ -92,13 +95,12 @@ class KernelExecutor:
                 raise no_kernel(self.name, f"a call of {name}", str(error)) from error
             _warn_once(f"nmm: no kernel for a call of {name}: {error}; PyTorch computes it")
             raise _NoKernelError from error
-        target = kwargs.get("target", "trn2")
-        results = [y for one in lowered.launches for y in self._run(one, target, options)]
+        results = self._run(launch, kwargs.get("target", "trn2"), options)
         shaped = [
-            y.reshape(*lowered.lead, y.shape[-1]) if layout == "row" else y.contiguous()
-            for y, layout in zip(results, lowered.out_layouts, strict=True)
+            y.reshape(*lead, y.shape[-1]) if layout == "row" else y.contiguous()
+            for y, layout in zip(results, launch.spec.result_layouts(), strict=True)
         ]
-        return shaped if lowered.many else shaped[0]
+        return shaped if registration.DEFINITIONS[name].many else shaped[0]
 
     def _run(self, launch: Launch, target: str, options: Options) -> Sequence[Tensor]:
         """Launch the kernel once per planned bucket along the tokens; return its results."""

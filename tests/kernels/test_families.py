@@ -13,7 +13,7 @@ from specs import SPECS
 from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.codegen.check_against_float64 import compare, prove, random_arrays
 from nmm_compiler.codegen.choose import rank, refusal
-from nmm_compiler.errors import ShapeError, SpecError, UnknownNameError
+from nmm_compiler.errors import ShapeError, UnknownNameError
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.kernels.base import numpy_dtype
 from nmm_compiler.kernels.linear.corrected import CorrectedSpec

@@ -139,7 +139,7 @@ def test_the_float64_reference_of_a_kernel_is_that_of_its_op(name, operands, key
     dtype = torch.float16 if of_fp8 else torch.float32
     of_kernel = of_dtype(operands, dtype)
     narrow = {k: "float32" if v == "float64" else v for k, v in keywords.items()}
-    (launch,) = lower(name, of_kernel, narrow, tokens_of(operands[0], keywords)).launches
+    launch = lower(name, of_kernel, narrow, tokens_of(operands[0], keywords))
     made = launch.spec.reference(*(np.asarray(_operand(t)) for t in launch.operands))
     wanted = tree_leaves(registration.OPS[name](*of_dtype(operands, torch.float64), **keywords))
     for got, want in zip(several(made), wanted, strict=True):
@@ -375,7 +375,8 @@ def test_autocast_leaves_fp8_numbers_alone():
 def test_features_of_x_stay_whole_under_a_norm():
     from torch.distributed.tensor import Partial, Replicate, Shard
 
-    rule = DEFINITIONS["lowrank_matmul"].sharding
+    op = DEFINITIONS["lowrank_matmul"]
+    rule = op.of_arguments(op.sharding)
     x, u, v = weight(2, 3, K), weight(K, R), weight(R, N)
     plain = rule(x, u, v)
     normed = rule(x, u, v, *[None] * 4, weight(K), None, weight(2, 3, N), norm="rms")

@@ -136,6 +136,5 @@ def kernel_calls(module, packed=None):
                 node.args, lambda n: n.meta.get("example_value", n.meta.get("val"))
             )
             count = tokens(args[0], node.kwargs)
-            lowered = lower(name, args, dict(node.kwargs), count, packed)
-            found += [(node, launch.spec) for launch in lowered.launches]
+            found.append((node, lower(name, args, dict(node.kwargs), count, packed).spec))
     return found

@@ -148,7 +148,7 @@ def test_u_is_put_in_the_order_of_its_kernel_once_for_each_of_its_values(k, layo
 
     def taken():
         keywords = {**CORRECTED.keywords, "u_layout": layout}
-        (launch,) = lower("corrected_matmul", operands, keywords, 4, packs.transposed).launches
+        launch = lower("corrected_matmul", operands, keywords, 4, packs.transposed)
         named = zip((tensor.name for tensor in launch.spec.inputs()), launch.operands, strict=True)
         return dict(named)["u"]
 
@@ -172,7 +172,7 @@ def test_u_behind_h_is_put_in_the_order_of_the_tiles_of_h(n):
     values = [one.values.view(torch.float8_e4m3fn) for one in bases]
     operands = x(1), values, [one.scale[:, 0] for one in bases], us, vs
     keywords = {**CORRECTED_MLP.keywords, "format": "fp8", "v_layout": "row"}
-    (launch,) = lower("corrected_mlp", (*operands, *[None] * 4), keywords, 1).launches
+    launch = lower("corrected_mlp", (*operands, *[None] * 4), keywords, 1)
     names = (tensor.name for tensor in launch.spec.inputs())
     named = dict(zip(names, launch.operands, strict=True))
     rows = torch.from_numpy(rows_in_runs(n, "strided_rows")) if n == 256 else torch.arange(n)
@@ -183,7 +183,7 @@ def test_u_behind_h_is_put_in_the_order_of_the_tiles_of_h(n):
 
 def test_the_op_refuses_what_is_no_weight_of_blocks():
     linear, data = QuantizedLinear.of(torch.randn(64, 128), "mxfp4"), torch.randn(2, 128)
-    op = CORRECTED.fake
+    op = CORRECTED.of_arguments(CORRECTED.fake)
     meta = [t.to("meta") for t in (data, linear.values, linear.scale)]
     assert op(*meta).shape == (2, 64)
     with pytest.raises(nmm.errors.UnknownNameError, match="format"):

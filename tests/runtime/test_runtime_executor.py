@@ -53,7 +53,7 @@ def check(name, args, kw, m, launched, launches=1):
     """Compare with float64 within the bound that each launch's spec derives."""
     got = getattr(NMM, name)(*args, **kw, executor="simulator")
     assert len(launched) == launches, "the kernel did not run"
-    (launch,) = lower(name, args, kw, m).launches
+    launch = lower(name, args, kw, m)
     operands = [
         t.numpy() if t.dtype == torch.int32 else t.double().numpy() for t in launch.operands
     ]
@@ -107,7 +107,7 @@ def test_a_call_cut_into_two_launches_joins_its_tokens(layout, launched, monkeyp
 
 
 def test_a_static_shape_runs_its_own_kernel_and_user_buckets_rule():
-    spec = lower("matmul", (torch.randn(5, 8), torch.randn(8, 4)), {}, 5).launches[0].spec
+    spec = lower("matmul", (torch.randn(5, 8), torch.randn(8, 4)), {}, 5).spec
     assert KERNELS.plan(spec, "trn2", Options()) == (8,)
     KERNELS.keep_static(spec, "trn2")
     assert KERNELS.plan(spec, "trn2", Options()) == (5,)
@@ -118,7 +118,7 @@ def test_a_static_shape_runs_its_own_kernel_and_user_buckets_rule():
 def test_a_plan_weighs_predicted_times(monkeypatch):
     import dataclasses
 
-    spec = lower("matmul", (torch.randn(640, 8), torch.randn(8, 4)), {}, 640).launches[0].spec
+    spec = lower("matmul", (torch.randn(640, 8), torch.randn(8, 4)), {}, 640).spec
     asked = []
 
     def cost(spec, m, target, options):

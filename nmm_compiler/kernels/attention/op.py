@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -73,12 +72,10 @@ def _mask(q: Tensor, context: Any, window: int) -> Tensor:
 class AttentionOp(Op):
     """softmax(scale q k^T + mask) v; no kernel computes its backward pass."""
 
-    def fake(
-        self, q: Tensor, k: Tensor, v: Tensor, rope: Tensor | None = None, **kw: Any
-    ) -> Tensor:
+    def fake(self, given: dict[str, Any]) -> Tensor:
         """Return an empty result; raises NmmError for operands that do not fit."""
-        check_dtypes(q, k, v, rope)
-        layout = kw.get("k_layout", "row")
+        q, k, v, layout = (given[name] for name in ("q", "k", "v", "k_layout"))
+        check_dtypes(q, k, v, given["rope"])
         check_name("k_layout", layout, LAYOUTS)
         for name, tensor in (("q", q), ("k", k), ("v", v)):
             if tensor.dim() != 4:
@@ -97,41 +94,33 @@ class AttentionOp(Op):
         return torch.empty_like(q, memory_format=torch.contiguous_format)
 
     def lower(
-        self, rows: Tensor, args: Sequence[Any], kw: dict[str, Any], m: int,
-        transpose: Transpose | None,
-    ) -> list[Launch]:  # fmt: skip
+        self, given: dict[str, Any], rows: Tensor, m: int, transpose: Transpose | None
+    ) -> Launch:
         """Return the launch of a call."""
-        q, k, v, rope = (*args, None)[:4]
+        q, k, v, rope = (given[one.name] for one in self.operands)
+        batch, heads, tokens, d = q.shape
         spec = AttentionSpec(
-            m=q.shape[2],
-            heads=q.shape[1],
-            kv_heads=k.shape[1],
-            context=v.shape[2],
-            d=q.shape[3],
-            batch=q.shape[0],
-            dtype=dtype_name(q),
-            rope=kw.get("rotates", "none") if rope is not None else "none",
-            **{
-                name: kw[name]
-                for name in ("causal", "window", "soft_cap", "scale", "k_layout")
-                if name in kw
-            },
-        )
+            m=tokens, heads=heads, kv_heads=k.shape[1], context=v.shape[2], d=d, batch=batch,
+            dtype=dtype_name(q), rope="none" if rope is None else given["rotates"],
+            **{name: given[name] for name in _OF_SPEC},
+        )  # fmt: skip
         operands = [tensor.reshape(-1, *tensor.shape[-2:]) for tensor in (q, k, v)]
-        return [Launch(spec, (*operands, *([] if rope is None else [rope])))]
+        return Launch(spec, (*operands, *([] if rope is None else [rope])))
 
-    def sharding(self, q: Any, k: Any, v: Any, rope: Any = None, **kw: Any) -> Placements:
+    def sharding(self, given: dict[str, Any]) -> Placements:
         """Return that sequences may be cut over devices, and heads where each has its own keys.
 
         Heads that share keys are not cut: devices may be more than the heads of k.
         """
         from torch.distributed.tensor import Replicate, Shard
 
-        whole = None if rope is None else Replicate()
-        cuts = (Replicate(), Shard(0), *([Shard(1)] if q.shape[1] == k.shape[1] else []))
+        whole = None if given["rope"] is None else Replicate()
+        own = given["q"].shape[1] == given["k"].shape[1]
+        cuts = (Replicate(), Shard(0), *([Shard(1)] if own else []))
         return [([cut], [cut, cut, cut, whole]) for cut in cuts]
 
 
+_OF_SPEC = ("causal", "window", "soft_cap", "scale", "k_layout")
 OPS = (
     AttentionOp(
         name="attention", bare=attention,

@@ -160,9 +160,8 @@ class Lowering(Editor):
         """Return the spec of the kernel that an op of ours launches, of one device's parts."""
         op = DEFINITIONS[name]
         local: Any = fx.node.map_aggregate(dict(given), lambda one: without_data(local_part(one)))
-        args = [local.get(one.name) for one in op.operands]
-        said = {key: local[key] for key in op.keywords if key in local}
-        return op.lower(args[0], args, said, self.m, view_turned)[0].spec
+        bound = op.bound((), {key: value for key, value in local.items() if key in op.defaults})
+        return op.lower(bound, bound["x"], self.m, view_turned).spec
 
     def call(
         self, operator: Callable[..., Any], /, *args: Any, meta_value: Any = None, **kwargs: Any
