@@ -55,7 +55,8 @@ from nmm_compiler.ops.lower import (
     op_name,
     tokens,
 )
-from nmm_compiler.ops.references import as_matrix, layouts_of
+from nmm_compiler.ops.operands import of_each
+from nmm_compiler.ops.references import as_matrix
 from nmm_compiler.options import Options
 from nmm_compiler.passes.graph.read_operations import local_part
 from nmm_compiler.passes.result import could_bring, graph_parts, slower_than_dense
@@ -536,13 +537,13 @@ def _decompose_in_inductor() -> None:
             out = reference(*args, **rows)
             if not isinstance(out, list):
                 return _as_col(out)
-            each = zip(out, layouts_of(layout, layouts, len(out)), strict=True)
+            each = zip(out, of_each(kwargs, "out_layouts", layout, len(out)), strict=True)
             return [_as_col(y) if way == "col" else y for y, way in each]
 
         return run
 
     for name, op in registration.OPS.items():
-        decomposition.register_decomposition([op])(  # type: ignore[list-item]
+        decomposition.register_decomposition([op])(
             decompose(registration.DEFINITIONS[name].reference)
         )
     # A call that a kernel computes is not decomposed: inductor calls the op, which it would refuse

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from nmm_compiler.ops.lower import op_name
+from nmm_compiler.ops.operands import Given
 from nmm_compiler.ops.registration import DEFINITIONS
 
 Call = tuple[str, tuple[Any, ...], dict[str, Any]]
@@ -43,7 +44,7 @@ class _Noted(TorchDispatchMode):
 
 
 def backward_calls(
-    name: str, args: Sequence[Any], kwargs: dict[str, Any], size: Callable[[Any], int] = int
+    name: str, args: Sequence[Any], kwargs: Given, size: Callable[[Any], int] = int
 ) -> tuple[list[Call], list[str]]:
     """Return the calls in the backward pass of op `name`, and the products that PyTorch computes.
 

@@ -26,8 +26,7 @@ def executor_name(options: Options) -> str:
     if not given:
         return options.executor
     tag = hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:8]
-    kept = dataclasses.replace(_DEFAULT, **given)
-    _known[tag] = kept
+    _known[tag] = dataclasses.replace(_DEFAULT, **given)
     return f"{options.executor}#{tag}"
 
 

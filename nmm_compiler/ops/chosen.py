@@ -29,6 +29,7 @@ from nmm_compiler.ops.launches import (
 )
 from nmm_compiler.ops.linear import Linear, LinearOp
 from nmm_compiler.ops.operands import (
+    Given,
     check_dtypes,
     check_same,
     read_layouts,
@@ -39,7 +40,7 @@ from nmm_compiler.ops.references import activate, tracing
 from nmm_compiler.ops.stored import Matrix, stored_operands  # which also defines nmm.dequantize
 
 
-def experts(given: Mapping[str, Any]) -> Tensor:
+def experts(given: Given) -> Tensor:
     """Return the sum over j of gates[t, j] MLP_i(x[t]), i = index[t, j], as `ExpertsSpec` says it.
 
     given: the arguments of a call by name.
@@ -84,7 +85,7 @@ def experts(given: Mapping[str, Any]) -> Tensor:
     return total.to(x.dtype).reshape(x.shape)
 
 
-def stacks(given: Mapping[str, Any], name: str) -> dict[str, Matrix]:
+def stacks(given: Given, name: str) -> dict[str, Matrix]:
     """Return the weights of gate_up or of down of all groups, by the letters u, v and w.
 
     given: the arguments of a call. Of factors alone the weight is the second one.
@@ -108,7 +109,7 @@ def of_group(weights: Mapping[str, Matrix], some: Any) -> dict[str, Matrix]:
     }
 
 
-def _times(x: Tensor, given: Mapping[str, Any], name: str, some: Any) -> Tensor:
+def _times(x: Tensor, given: Given, name: str, some: Any) -> Tensor:
     """Return rows times the weight of gate_up or of down, or its factors, or both, plus the bias.
 
     some: one group, or that of each row, of which x has one more dimension.
@@ -147,7 +148,7 @@ def gated(
 def said_of(
     sample: Tensor, made: Tensor, limits: Collection[float] = (), slopes: Collection[float] = (),
     pluses: Collection[float] = (),
-) -> dict[str, Any] | None:  # fmt: skip
+) -> Given | None:  # fmt: skip
     """Return how `gated` says a function that made something of a sample; None for another one.
 
     limits, slopes, pluses: numbers that the function may hold, beside plain ones.
@@ -192,7 +193,7 @@ class AdaptersOp(LinearOp):
         rank = one.sizes[1] // gains.shape[0]
         return one.of(x, inner_factor=each.repeat_interleave(rank, -1), **said)
 
-    def fake(self, given: dict[str, Any]) -> Tensor:
+    def fake(self, given: Given) -> Tensor:
         """Return an empty result; raises NmmError for operands that do not fit."""
         made: Tensor = super().fake(given)
         gains, rank = given["gains"], weight_shape("u", given["u"], given["u_layout"])[1]
@@ -204,16 +205,14 @@ class AdaptersOp(LinearOp):
         _check_index(given["index"], tokens_of(given["x"], given["x_layout"])[0])
         return made
 
-    def lower(
-        self, given: dict[str, Any], rows: Tensor, m: int, transpose: Transpose | None
-    ) -> Launch:
+    def lower(self, given: Given, rows: Tensor, m: int, transpose: Transpose | None) -> Launch:
         """Return the launch of a call."""
         rank = weight_shape("u", given["u"], given["u_layout"])[1] // given["gains"].shape[0]
         given["index"] = given["index"].reshape(-1).to(torch.int32)
         given["row_scale"] = given["gains"].float().repeat_interleave(rank)
         return super().lower(given, rows, m, transpose)
 
-    def sizes(self, given: Mapping[str, Any], linears: Sequence[Linear]) -> dict[str, Any]:
+    def sizes(self, given: Given, linears: Sequence[Linear]) -> Given:
         """Return the sizes of a spec: r is the rank of one adapter."""
         made, groups = super().sizes(given, linears), given["gains"].shape[0]
         return {**made, "r": made["r"] // groups, "groups": groups}
@@ -226,7 +225,7 @@ class ExpertsOp(Op):
         """Return what the op computes, in plain PyTorch."""
         return experts(self.bound(args, kw))
 
-    def fake(self, given: dict[str, Any]) -> Tensor:
+    def fake(self, given: Given) -> Tensor:
         """Return an empty result; raises NmmError for operands that do not fit."""
         read_layouts(given)
         check_name("halves", given["halves"], HALVES)
@@ -247,7 +246,7 @@ class ExpertsOp(Op):
         return torch.empty_like(x, memory_format=torch.contiguous_format)
 
     @staticmethod
-    def _first(given: Mapping[str, Any], name: str) -> Linear:
+    def _first(given: Given, name: str) -> Linear:
         """Return gate_up or down of the first group; ShapeError for what is no stack."""
         weights = stacks(given, name)
         for one in weights.values():
@@ -257,7 +256,7 @@ class ExpertsOp(Op):
         own = None if bias is None else bias[0]
         return Linear(name, of_group(weights, 0), own, "", "", {})
 
-    def spec_of(self, given: Mapping[str, Any], m: int, dtype: str) -> ExpertsSpec:
+    def spec_of(self, given: Given, m: int, dtype: str) -> ExpertsSpec:
         """Return the spec of a call with m tokens; its stored weights lie as kernels take them."""
         form = given["format"]
         (_, first, _), (n, last, _) = (self._first(given, one).sizes for one in ("gate_up", "down"))
@@ -269,9 +268,7 @@ class ExpertsOp(Op):
             down_bias=given["down_bias"] is not None, **{name: given[name] for name in _SAID},
         )  # fmt: skip
 
-    def lower(
-        self, given: dict[str, Any], rows: Tensor, m: int, transpose: Transpose | None
-    ) -> Launch:
+    def lower(self, given: Given, rows: Tensor, m: int, transpose: Transpose | None) -> Launch:
         """Return the launch of a call."""
         spec = self.spec_of(given, m, dtype_name(rows))
         # kernels take plain weights in either layout, and factors by rows
@@ -285,7 +282,7 @@ class ExpertsOp(Op):
         return Launch(spec, tuple(named[tensor.name] for tensor in spec.inputs()))
 
 
-def _of_one_dtype(given: Mapping[str, Any]) -> Iterator[Tensor | None]:
+def _of_one_dtype(given: Given) -> Iterator[Tensor | None]:
     """Yield the tensors, or None, that have the dtype of x."""
     for name in ("gate_up", "down"):
         yield given[f"{name}_bias"]

@@ -8,7 +8,7 @@ and so are the target and the executor.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_unflatten
 
 from nmm_compiler.errors import ShapeError
 from nmm_compiler.ops.launches import Launch
-from nmm_compiler.ops.operands import check_same
+from nmm_compiler.ops.operands import Given, check_same
 
 Placements = list[tuple[list[Any], list[Any]]]
 """Rows of (placements of the results, placements of the operands) that DTensor may use."""
@@ -83,15 +83,14 @@ class Operand:
 class Op:
     """One torch op; subclasses say what it computes and how it reaches kernels.
 
-    operands: x first. keywords: each with its default. bare: what `reference` computes; own: of a
-    call that has no more than so many operands and no norm, which saves a Python call.
+    operands: x first. keywords: each with its default. bare: what `reference` computes of a call
+    without norm and residual, which saves a Python call.
     """
 
     name: str
     operands: tuple[Operand, ...]
-    keywords: Mapping[str, Any]
+    keywords: Given
     bare: Callable | None = None
-    own: int = 0
 
     @property
     def many(self) -> bool:
@@ -111,15 +110,15 @@ class Op:
             made.append(f"{kind} {name}={value!r}")
         return f"({', '.join(made)}) -> Tensor{'[]' if self.many else ''}"
 
-    def bound(self, args: Sequence[Any], kw: Mapping[str, Any]) -> dict[str, Any]:
+    def bound(self, args: Sequence[Any], kw: Given) -> Given:
         """Return every argument of a call by its name, those that it leaves out too."""
         return {**self.defaults, **dict(zip(self.defaults, args, strict=False)), **kw}
 
-    def ends_of(self, given: Mapping[str, Any]) -> Sequence[str]:
+    def ends_of(self, given: Given) -> Sequence[str]:
         """Return what tells the linears of a call apart."""
         return ("",)
 
-    def tensors(self, given: Mapping[str, Any]) -> list[Held]:
+    def tensors(self, given: Given) -> list[Held]:
         """Return every tensor of a call in the order of its operands; given: arguments by name."""
         ends = self.ends_of(given)
         made = [held for one in self.operands for held in one.tensors(given[one.name], ends)]
@@ -132,7 +131,7 @@ class Op:
         return made
 
     @functools.cached_property
-    def defaults(self) -> dict[str, Any]:
+    def defaults(self) -> Given:
         """Every argument with its default, operands first."""
         return {**dict.fromkeys(one.name for one in self.operands), **self.keywords}
 
@@ -141,23 +140,23 @@ class Op:
         assert self.bare is not None
         return self.bare(*args, **kw)
 
-    def by_kernels(self, args: tuple, kw: dict[str, Any]) -> Any:
+    def by_kernels(self, args: tuple, kw: Given) -> Any:
         """Return the results again, differentiable by calls of this package's ops."""
         return self.reference(*args, **kw)
 
-    def of_arguments(self, function: Callable[[dict[str, Any]], Any]) -> Callable:
+    def of_arguments(self, function: Callable[[Given], Any]) -> Callable:
         """Return a function of a call's arguments by name as one of the arguments themselves."""
         return lambda *args, **kw: function(self.bound(args, kw))
 
-    def fake(self, given: dict[str, Any]) -> Any:
+    def fake(self, given: Given) -> Any:
         """Return empty results of a call; raises NmmError for operands that do not fit."""
         raise NotImplementedError
 
-    def lower(self, given: dict[str, Any], rows: Tensor, m: int, transpose: Any) -> Launch:
+    def lower(self, given: Given, rows: Tensor, m: int, transpose: Any) -> Launch:
         """Return the launch of a call whose x, as a matrix of m tokens, is `rows`."""
         raise NotImplementedError
 
-    def sharding(self, given: dict[str, Any]) -> Placements:
+    def sharding(self, given: Given) -> Placements:
         """Return the placements that DTensor may use: every tensor is whole on each device."""
         from torch.distributed.tensor import Replicate
 
@@ -165,7 +164,7 @@ class Op:
         return [([Replicate()], [None if one is None else Replicate() for one in held])]
 
     def gradient(
-        self, flat: Sequence[Any], form: Any, kw: dict[str, Any], grads: Sequence[Any],
+        self, flat: Sequence[Any], form: Any, kw: Given, grads: Sequence[Any],
         need: Sequence[bool],
     ) -> list[Any]:  # fmt: skip
         """Return a gradient, or None, for each tensor of a call's operands, `flat` of that form.

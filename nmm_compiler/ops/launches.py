@@ -54,18 +54,3 @@ def view_turned(w: Tensor) -> Tensor:
 def turned(w: Tensor) -> Tensor:
     """Return a weight, or a stack of them, transposed: a copy."""
     return w.mT.contiguous()
-
-
-def in_runs(u: Tensor, layout: str, transpose: Transpose, together: int) -> Tensor:
-    """Return a first factor [k, rank] with rows as `rows_in_runs` says, `together` a partition."""
-    rows = u if layout == "row" else u.mT
-    runs = rows.unflatten(0, (-1, 128, together)).permute(1, 0, 3, 2)
-    return transpose(runs).reshape(rows.shape)
-
-
-def mx_weight(
-    values: Tensor, scale: Tensor, bits: int, transpose: Transpose
-) -> tuple[Tensor, Tensor]:
-    """Return bytes [.., n, k bits / 8] and scales of MX blocks as kernels take them, k first."""
-    four = values.contiguous().view(torch.int16 if bits == 4 else torch.int32)
-    return transpose(four).contiguous().view(torch.uint8), transpose(scale)

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nmm_compiler.errors import ShapeError, SpecError, UnknownNameError
+from nmm_compiler.errors import ShapeError, SpecError
 from nmm_compiler.kernels.base import check_name
 from nmm_compiler.kernels.linear.corrected import (
     MULTIPLIED,
@@ -64,10 +64,12 @@ from nmm_compiler.ops.launches import (
     turned,
 )
 from nmm_compiler.ops.operands import (
+    Given,
     check_dtypes,
     check_same,
     check_vector,
     empty_result,
+    of_each,
     read_layouts,
     tokens_of,
 )
@@ -152,13 +154,13 @@ class LinearOp(Op):
     ends: tuple[str, ...] = ()
     kept: str = ""
 
-    def ends_of(self, given: Mapping[str, Any]) -> Sequence[str]:
+    def ends_of(self, given: Given) -> Sequence[str]:
         """Return what tells the linears of a call apart."""
         if self.ends:
             return self.ends
         return [str(i) for i in range(len(given["vs"]))] if self.many else ("",)
 
-    def linears(self, given: Mapping[str, Any]) -> list[Linear]:
+    def linears(self, given: Given) -> list[Linear]:
         """Return the linears of a call, from its arguments by name."""
         ends = self.ends_of(given)
         rows: dict[str, dict[str, Any]] = {end: {} for end in ends}
@@ -167,8 +169,8 @@ class LinearOp(Op):
                 rows[end][held.letter] = held.tensor
         if "format" in given:
             check_name("format", given["format"], MULTIPLIED)
-        activations = _of_each(given, "activations", given.get("activation", "identity"), len(ends))
-        layouts = _of_each(given, "out_layouts", given["out_layout"], len(ends))
+        activations = of_each(given, "activations", given.get("activation", "identity"), len(ends))
+        layouts = of_each(given, "out_layouts", given["out_layout"], len(ends))
         between = {name: given[name] for name in _BETWEEN if name in given}
         made = []
         for end, activation, layout in zip(ends, activations, layouts, strict=True):
@@ -189,8 +191,12 @@ class LinearOp(Op):
     def reference(self, *args: Any, by: Any = references.ByTorch, **kw: Any) -> Any:
         """Return what the op computes, in plain PyTorch; by: what computes its products."""
         given = self.bound(args, kw)
-        x, linears = references.normed(_widened(given), given), self.linears(given)
-        said: dict[str, Any] = {"x_layout": given["x_layout"], "by": by}
+        x, dtype = given["x"], _result_dtype(given)
+        if x.dtype != dtype:
+            refuse_gradients(x=x)
+            x = x.to(dtype) * given["x_scale"]
+        x, linears = references.normed(x, given), self.linears(given)
+        said: Given = {"x_layout": given["x_layout"], "by": by}
         if self.ends:
             gate, up, *down = linears
             inside = said | {"out_layout": "row" if down else up.layout, "read": True}
@@ -212,7 +218,7 @@ class LinearOp(Op):
             made = [y + given["residual"] for y in made]  # with y's strides: contiguous
         return made if self.many else made[0]
 
-    def by_kernels(self, args: tuple, kw: dict[str, Any]) -> Any:
+    def by_kernels(self, args: tuple, kw: Given) -> Any:
         """Return the results again, differentiable by calls of this package's ops."""
         if kw.get("tp", 1) > 1:
             raise SpecError(
@@ -221,7 +227,7 @@ class LinearOp(Op):
         where = {name: kw.get(name, default) for name, default in WHERE.items()}
         return self.reference(*args, **kw, by=ByKernels(**where))
 
-    def fake(self, given: dict[str, Any]) -> Any:
+    def fake(self, given: Given) -> Any:
         """Return empty results; raises NmmError for operands that do not fit."""
         read_layouts(given)
         x, dtype = given["x"], _result_dtype(given)
@@ -229,8 +235,7 @@ class LinearOp(Op):
         linears = self.linears(given)
         check_dtypes(like, *_of_one_dtype(given, linears))
         tokens, k = tokens_of(x, given["x_layout"])
-        if given.get("token_axis", "m") not in TOKEN_AXES:
-            raise UnknownNameError("token_axis", given["token_axis"], TOKEN_AXES)
+        check_name("token_axis", given.get("token_axis", "m"), TOKEN_AXES)
         if "norm" in given:
             check_norm_of(given, k)
         sizes = [one.outputs(k) for one in linears[: 2 if self.ends else None]]
@@ -249,16 +254,21 @@ class LinearOp(Op):
             )
         return made if self.many else made[0]
 
-    def lower(
-        self, given: dict[str, Any], rows: Tensor, m: int, transpose: Transpose | None
-    ) -> Launch:
+    def lower(self, given: Given, rows: Tensor, m: int, transpose: Transpose | None) -> Launch:
         """Return the launch of a call whose x, as a matrix of m tokens, is `rows`."""
         linears = self.linears(given)
         named = {name: one for name, one in given.items() if isinstance(one, Tensor)}
         has = {_FLAGS.get(one.name, one.name): one.name in named for one in self.operands}
         said = {name: given[name] for name in self.keywords if name not in OF_X} | has
         said |= {"m": m, "dtype": dtype_name(rows), **self.sizes(given, linears)}
-        said |= _formats(given)
+        if "scales" in given:
+            channel = any(one.shape[0] > 1 for one in given["scales"])
+            said |= {"dtype": FP8, "scales": "channel" if channel else "tensor"}
+            if rows.dtype == FP8_DTYPE:
+                said["out_dtype"] = given["out_dtype"]
+                named["x_scale"] = rows.new_full((1,), given["x_scale"], dtype=torch.float32)
+            else:
+                said["x_dtype"] = dtype_name(rows)
         if "format" in given:
             transpose = transpose or turned
             named |= _branch_scales(linears)
@@ -268,8 +278,7 @@ class LinearOp(Op):
         for linear in linears:
             if linear.bias is not None:
                 named[operand_name("bias", linear.end)] = linear.bias
-            behind = linear.end == "down"
-            first = first_layout(given.get("format", ""), linear.sizes[0], behind)
+            first = first_layout(given.get("format", ""), linear.sizes[0], linear.end == "down")
             named |= stored_operands(linear.weights, transpose, first, self.kept)
             for letter, one in linear.weights.items():
                 as_is = transpose is None or letter in self.kept
@@ -277,29 +286,31 @@ class LinearOp(Op):
         known = self.spec.__dataclass_fields__
         spec = self.spec(**{name: value for name, value in said.items() if name in known})
         named["x"] = rows
-        if given["x"].dtype == FP8_DTYPE:
-            named["x_scale"] = rows.new_full((1,), given["x_scale"], dtype=torch.float32)
         if "residual" in named and spec.result_layouts()[0] == "row":
             named["residual"] = references.as_matrix(named["residual"])
         operands = tuple(_fitting(named[t.name], t) for t in inputs_of(spec) if t.name in named)
         return Launch(spec, operands, given.get("token_axis", "m"))
 
-    def sizes(self, given: Mapping[str, Any], linears: Sequence[Linear]) -> dict[str, Any]:
+    def sizes(self, given: Given, linears: Sequence[Linear]) -> Given:
         """Return the sizes of a spec, and what it says of each of several linears."""
         k, r, n = linears[0].sizes
         ranks, ns = (tuple(one.sizes[i] for one in linears) for i in (1, 2))
         if len(self.ends) == 3 and ns[2] != k:
             raise SpecError(f"{self.name}: a kernel's down projection returns to x's features")
-        each = {"n": ns, "bias": tuple(one.bias is not None for one in linears)}
-        each |= {"activation": tuple(one.activation for one in linears)}
-        each |= {"out_layout": tuple(one.layout for one in linears)}
-        made = {"k": k, "n": n, "r": r, "weight": given.get("format")}
-        made["pairs"] = ((r, ns),) if "u" in given else tuple(zip(ranks, ns, strict=True))
-        made["rank"] = ranks if self.many or self.ends else r
-        made |= {f"{end}_r": rank for end, rank in zip(self.ends, ranks, strict=False)}
+        made = {
+            "k": k, "n": n, "r": r, "weight": given.get("format"),
+            "pairs": ((r, ns),) if "u" in given else tuple(zip(ranks, ns, strict=True)),
+            "rank": ranks if self.many or self.ends else r,
+            **{f"{end}_r": rank for end, rank in zip(self.ends, ranks, strict=False)},
+        }  # fmt: skip
+        each = {
+            "n": ns, "bias": tuple(one.bias is not None for one in linears),
+            "activation": tuple(one.activation for one in linears),
+            "out_layout": tuple(one.layout for one in linears),
+        }  # fmt: skip
         return made | each if self.many else made
 
-    def sharding(self, given: dict[str, Any]) -> Placements:
+    def sharding(self, given: Given) -> Placements:
         """Return the placements that DTensor may use; ShapeError for blocks that ranks would cut.
 
         Scales lie as the outputs of their weight. Bytes and scales of MX weights are cut along the
@@ -308,17 +319,7 @@ class LinearOp(Op):
         return placements(given, self.tensors(given), self.ends)
 
 
-def _of_each(given: Mapping[str, Any], several: str, one: str, count: int) -> Sequence[str]:
-    """Return a keyword of each linear: those of a list, or one for all."""
-    every = given.get(several)
-    every = [one] * count if every is None else every
-    check_same(f"numbers of linears and {several}", count, len(every))
-    return every
-
-
-def _stored_as(
-    letter: str, row: Mapping[str, Any], given: Mapping[str, Any]
-) -> tuple[str, Tensor | None]:
+def _stored_as(letter: str, row: Mapping[str, Any], given: Given) -> tuple[str, Tensor | None]:
     """Return the format of a weight of a linear, and its scales."""
     if "scales" in given:
         return "fp8", row[f"{letter}_scale"]
@@ -330,7 +331,7 @@ def _stored_as(
     return "fp8", row["branch_scale"] if letter == "u" else of_v
 
 
-def _result_dtype(given: Mapping[str, Any]) -> torch.dtype:
+def _result_dtype(given: Given) -> torch.dtype:
     """Return the dtype of results and biases: that of x, or of the name beside an fp8 x."""
     x = given["x"]
     if "scales" not in given:
@@ -348,33 +349,13 @@ def _result_dtype(given: Mapping[str, Any]) -> torch.dtype:
     return made
 
 
-def _widened(given: Mapping[str, Any]) -> Tensor:
-    """Return x as the numbers that it stands for."""
-    x, dtype = given["x"], _result_dtype(given)
-    if x.dtype == dtype:
-        return x
-    refuse_gradients(x=x)
-    return x.to(dtype) * given["x_scale"]
-
-
-def _of_one_dtype(given: Mapping[str, Any], linears: Sequence[Linear]) -> Iterator[Tensor | None]:
+def _of_one_dtype(given: Given, linears: Sequence[Linear]) -> Iterator[Tensor | None]:
     """Yield the tensors, or None, that have the dtype of the results."""
     for linear in linears:
         yield from (one.tensor for one in linear.weights.values() if not one.form)
         yield linear.bias
         yield from linear.between.values()
     yield from (given.get(one.name) for one in ENDS)
-
-
-def _formats(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a spec says of the formats of fp8 weights and of x."""
-    if "scales" not in given:
-        return {}
-    channel = any(one.shape[0] > 1 for one in given["scales"])
-    made = {"dtype": FP8, "scales": "channel" if channel else "tensor"}
-    if given["x"].dtype == FP8_DTYPE:
-        return made | {"out_dtype": given["out_dtype"]}
-    return made | {"x_dtype": dtype_name(given["x"])}
 
 
 def _branch_scales(linears: Sequence[Linear]) -> dict[str, Tensor]:
@@ -398,11 +379,10 @@ def _fitting(operand: Tensor, wanted: Any) -> Tensor:
     return operand
 
 
-def check_norm_of(given: Mapping[str, Any], k: Any) -> None:
+def check_norm_of(given: Given, k: Any) -> None:
     """Raise UnknownNameError, SpecError or ShapeError unless the norm fits k features of x."""
     vectors = {name: given[name] for name in ("norm_gain", "norm_bias")}
-    if given["norm"] not in NORMS:
-        raise UnknownNameError("norm", given["norm"], NORMS)
+    check_name("norm", given["norm"], NORMS)
     if given["norm"] == "none" and any(vector is not None for vector in vectors.values()):
         raise SpecError("norm_gain and norm_bias belong to a norm; pass norm='rms' or 'layer'")
     for name, vector in vectors.items():
@@ -429,12 +409,13 @@ _IDENTITY = {"activation": "identity"}
 
 
 def _op(
-    name: str, spec: Any, operands: tuple[Operand, ...], keywords: dict[str, Any], last: int = 3,
-    **more: Any,
+    name: str, spec: Any, operands: tuple[Operand, ...], keywords: Given, last: int = 3,
+    behind: tuple[Operand, ...] = (), **more: Any,
 ) -> LinearOp:  # fmt: skip
-    """Return an op; last: 3 with a norm and a residual, 2 with a norm, 0 with neither."""
+    """Return an op; last: 3 with a norm and a residual, 2 with a norm, 0 with neither; behind: the
+    operands after these."""
     return LinearOp(
-        name=name, spec=spec, operands=(_X, *operands, *ENDS[:last]),
+        name=name, spec=spec, operands=(_X, *operands, *ENDS[:last], *behind),
         keywords={**(NORM if last else {}), **keywords, **WHERE}, **more,
     )  # fmt: skip
 
@@ -443,7 +424,7 @@ PLAIN_OPS = (
     _op(
         "lowrank_matmul", LowRankSpec, (_U, _V, _BIAS, _BASE, *_INNER),
         {"scale": 1.0, **_IDENTITY, **_INSIDE, **_UV, "w_layout": "row", **_RANKS},
-        bare=references.lowrank_matmul, own=7,
+        bare=references.lowrank_matmul,
     ),
     _op(
         "lowrank_matmul_shared_x", LowRankSharedSpec, (_US, _VS, _BIASES),
@@ -455,7 +436,7 @@ PLAIN_OPS = (
     ),
     _op(
         "matmul", MatmulSpec, (_W, _BIAS), {**_IDENTITY, **LAYOUTS, "w_layout": "row"},
-        bare=references.matmul, own=3,
+        bare=references.matmul,
     ),
     _op(
         "gated_mlp_up", GatedMLPUpSpec, (_GATE, _UP, _GATE_BIAS, _UP_BIAS), _GATED, 2,
@@ -465,10 +446,6 @@ PLAIN_OPS = (
         "gated_mlp", GatedMLPSpec, (_GATE, _UP, _DOWN, _GATE_BIAS, _UP_BIAS, _DOWN_BIAS), _GATED,
         ends=MLP_ENDS,
     ),
-)  # fmt: skip
-AS_STORED = _op(
-    "matmul_as_stored", MatmulSpec, (_W, _BIAS),
-    {"token_axis": "m", **LAYOUTS, "w_layout": "row"}, 0,
 )  # fmt: skip
 
 
@@ -491,36 +468,28 @@ _OF_MANY = (
     Operand("ws", "Tensor[]", "w", EACH), Operand("w_scales", "Tensor[]", "w_scale", EACH),
     Operand("us", "Tensor?[]", "u", EACH), Operand("vs", "Tensor?[]", "v", EACH),
 )  # fmt: skip
-_BRANCHES = Operand("branch_scales", "Tensor[]?", "branch_scale", EACH)
-
-
-def _corrected(
-    name: str, spec: Any, operands: tuple[Operand, ...], keywords: dict[str, Any], last: int = 3,
-    **more: Any,
-) -> LinearOp:  # fmt: skip
-    """Return an op of few-bit weights; the scales of branches, its last operand, are behind all."""
-    *own, branch_scale = operands
-    made = _op(name, spec, tuple(own), {"format": "mxfp4", **keywords, **_FEW_BITS}, last, **more)
-    return dataclasses.replace(made, operands=(*made.operands, branch_scale))
-
-
-CORRECTED = _corrected(
+_BRANCHES = (Operand("branch_scales", "Tensor[]?", "branch_scale", EACH),)
+CORRECTED = _op(
     "corrected_matmul", CorrectedSpec,
     (
         _W, Operand("w_scale", letter="w_scale"), dataclasses.replace(_U, kind="Tensor?"),
         dataclasses.replace(_V, kind="Tensor?"), _BIAS,
-        Operand("branch_scale", "Tensor?", "branch_scale"),
     ),
-    _IDENTITY,
+    {"format": "mxfp4", **_IDENTITY, **_FEW_BITS},
+    behind=(Operand("branch_scale", "Tensor?", "branch_scale"),),
 )  # fmt: skip
-CORRECTED_SHARED = _corrected(
-    "corrected_matmul_shared_x", CorrectedSpec, (*_OF_MANY, _BIASES, _BRANCHES),
-    {"activations": None, "out_layouts": None}, 2,
+CORRECTED_SHARED = _op(
+    "corrected_matmul_shared_x", CorrectedSpec, (*_OF_MANY, _BIASES),
+    {"format": "mxfp4", "activations": None, "out_layouts": None, **_FEW_BITS}, 2, _BRANCHES,
 )  # fmt: skip
-CORRECTED_MLP = _corrected(
-    "corrected_mlp", CorrectedMLPSpec, (*_OF_MANY, _BRANCHES), {"activation": "silu"},
-    ends=MLP_ENDS,
+CORRECTED_MLP = _op(
+    "corrected_mlp", CorrectedMLPSpec, _OF_MANY,
+    {"format": "mxfp4", "activation": "silu", **_FEW_BITS}, behind=_BRANCHES, ends=MLP_ENDS,
 )  # fmt: skip
 LINEAR_OPS = (
-    *PLAIN_OPS, AS_STORED, *map(_scaled, PLAIN_OPS), CORRECTED, CORRECTED_SHARED, CORRECTED_MLP,
+    *PLAIN_OPS, *map(_scaled, PLAIN_OPS), CORRECTED, CORRECTED_SHARED, CORRECTED_MLP,
+    _op(
+        "matmul_as_stored", MatmulSpec, (_W, _BIAS),
+        {"token_axis": "m", **LAYOUTS, "w_layout": "row"}, 0,
+    ),
 )  # fmt: skip

@@ -11,29 +11,28 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
-from nmm_compiler.errors import SpecError, UnknownNameError
+from nmm_compiler.errors import SpecError
+from nmm_compiler.kernels.base import check_name
 from nmm_compiler.ops.launches import Launch, Transpose, dtype_name, inputs_of
+from nmm_compiler.ops.operands import Given, tokens_of
 from nmm_compiler.ops.references import as_matrix
-from nmm_compiler.ops.registration import DEFINITIONS
+from nmm_compiler.ops.registration import DEFINITIONS, OPS
 
 GraphCall = tuple[str, Any, dict[str, Any], Any]
 """An op's name, its positional and its keyword arguments, and its tokens: a number, or a SymInt."""
 
 
-def tokens(x: Tensor, kwargs: dict[str, Any]) -> Any:
+def tokens(x: Tensor, kwargs: Given) -> Any:
     """Return the token count of a call: an int, or a SymInt while tracing."""
-    if kwargs.get("x_layout", "row") == "col":
-        return x.shape[1]
-    return math.prod(x.shape[:-1])
+    return math.prod(tokens_of(x, kwargs.get("x_layout", "row"))[0])
 
 
 def lower(
     name: str,
     args: Sequence[Any],
-    kwargs: dict[str, Any],
+    kwargs: Given,
     m: int,
     transpose: Transpose | None = None,
     *,
@@ -44,10 +43,8 @@ def lower(
     lnc: physical cores that run the kernel; one runs what they cannot share.
     Raises SpecError, ShapeError or UnknownNameError where no kernel family can compute the call.
     """
-    op = DEFINITIONS.get(name)
-    if op is None:
-        raise UnknownNameError("op", name, tuple(DEFINITIONS))
-    x = args[0]
+    check_name("op", name, tuple(DEFINITIONS))
+    op, x = DEFINITIONS[name], args[0]
     rows = as_matrix(x) if kwargs.get("x_layout", "row") == "row" else x
     launch = op.lower(op.bound(args, kwargs), rows, m, transpose)
     for tensor, operand in zip(inputs_of(launch.spec), launch.operands, strict=True):
@@ -71,9 +68,7 @@ def graph_call(node: fx.Node, value: Callable[[fx.Node], Any]) -> GraphCall | No
 
 def op_name(target: Any) -> str | None:
     """Return the name of a graph target that is an op of this package, or None."""
-    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-        namespace, _, rest = str(target).partition(".")
-        name = rest.partition(".")[0]
-        if namespace == "nmm" and name in DEFINITIONS:
-            return name
-    return None
+    return _NAMES.get(target)
+
+
+_NAMES = {target: name for name, op in OPS.items() for target in (op, op.overloadpacket)}

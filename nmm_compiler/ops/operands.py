@@ -7,22 +7,24 @@ tensors without data, and their errors name the operand that does not fit. Sizes
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
-from nmm_compiler.errors import ShapeError, SpecError, UnknownNameError
-from nmm_compiler.kernels.base import LAYOUTS
+from nmm_compiler.errors import ShapeError, SpecError
+from nmm_compiler.kernels.base import LAYOUTS, check_name
+
+Given = dict[str, Any]
+"""The arguments of a call by their names."""
 
 
-def read_layouts(keywords: Mapping[str, Any]) -> None:
+def read_layouts(keywords: Given) -> None:
     """Raise UnknownNameError unless each layout of a call is "row" or "col"."""
     for name, value in keywords.items():
         several = name == "out_layouts" and value is not None
         for layout in value if several else [value] * name.endswith("_layout"):
-            if layout not in LAYOUTS:
-                raise UnknownNameError(name, layout, LAYOUTS)
+            check_name(name, layout, LAYOUTS)
 
 
 def weight_shape(name: str, w: Tensor, layout: str) -> tuple[int, int]:
@@ -48,6 +50,14 @@ def check_same(what: str, left: Any, right: Any) -> None:
     """Raise ShapeError unless two sizes are equal."""
     if left != right:
         raise ShapeError(f"{what}: {left} and {right} do not chain")
+
+
+def of_each(given: Given, several: str, one: Any, count: int) -> Sequence[Any]:
+    """Return a keyword of each linear of a call: those of a list, or one for all."""
+    every = given.get(several)
+    every = [one] * count if every is None else every
+    check_same(f"numbers of linears and {several}", count, len(every))
+    return every
 
 
 def check_vector(name: str, vector: Tensor | None, n: Any) -> None:

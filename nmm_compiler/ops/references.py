@@ -12,7 +12,7 @@ A reference takes `by`, which computes its products: PyTorch, or for a backward 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from nmm_compiler.errors import UnknownNameError
 from nmm_compiler.ops.between_ranks import check_group, summed
+from nmm_compiler.ops.operands import Given
 
 linear = torch._C._nn.linear
 tracing = torch._C._len_torch_dispatch_stack
@@ -45,8 +46,6 @@ def as_matrix(x: Tensor) -> Tensor:
 
 def activate(y: Tensor, name: str) -> Tensor:
     """Return activation `name` of `y`; raises UnknownNameError for one that the ops do not have."""
-    if name == "identity":
-        return y
     function = ACTIVATIONS.get(name)
     if function is None:
         raise UnknownNameError("activation", name, tuple(ACTIVATIONS))
@@ -73,12 +72,7 @@ def product(x: Tensor, w: Tensor, layout: str, bias: Tensor | None, out_layout: 
     return torch.addmm(bias.unsqueeze(1), stationary, moving)
 
 
-def layouts_of(out_layout: str, out_layouts: Sequence[str] | None, count: int) -> Sequence[str]:
-    """Return the layout of each of `count` results."""
-    return [out_layout] * count if out_layouts is None else out_layouts
-
-
-def normed(x: Tensor, said: Mapping[str, Any]) -> Tensor:
+def normed(x: Tensor, said: Given) -> Tensor:
     """Return the norm of x over its features, as x lies; said: all arguments of the call.
 
     Its statistics are in float32, its value is rounded once.
@@ -118,7 +112,7 @@ class ByTorch:
         h = x
         if len(weights) == 2:
             h = linear(x, weights[0]) if layouts[0] == "col" else torch.matmul(x, weights[0])
-        last, layout = weights[len(weights) - 1], layouts[len(weights) - 1]
+        last, layout = weights[-1], layouts[-1]
         if base is None and scale == 1.0 and layout == "col" and out_layout == "row":
             return linear(h, last, bias)  # the case of most calls, without another Python call
         if base is not None:

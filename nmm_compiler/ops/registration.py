@@ -29,6 +29,9 @@ from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.kernels.base import PACKAGE
 from nmm_compiler.ops import autocast_and_vmap, sharding
 from nmm_compiler.ops.definition import NORM, Op
+from nmm_compiler.ops.linear import ENDS
+from nmm_compiler.ops.operands import Given
+from nmm_compiler.ops.references import tracing
 from nmm_compiler.ops.stored import dequantize_placements
 
 Executor = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
@@ -44,7 +47,8 @@ DEFINITIONS: dict[str, Op] = {
 
 EXECUTORS: dict[str, Executor] = {}
 
-_NORM = frozenset(NORM)
+_BESIDE = {*NORM, *(one.name for one in ENDS)}
+"""The arguments that the bare references do not take."""
 
 NEURON_DEVICES = ("neuron", "xla")
 
@@ -70,19 +74,9 @@ def executor_of(name: str) -> Executor:
 class KernelCall(torch.autograd.Function):
     """One op call: a kernel computes its forward pass, `Op.gradient` its backward pass."""
 
-    @classmethod
-    def call(cls, op: Op, run: Callable[[tuple, dict], Any], args: tuple, kwargs: dict) -> Any:
-        """Run `op` so that autograd sees one node; returns a Tensor or a list of them.
-
-        run computes it below autograd.
-        """
-        flat, form = tree_flatten(args)
-        out = cls.apply(op, run, form, kwargs, *flat)
-        return list(out) if isinstance(out, tuple) else out
-
     @staticmethod
     def forward(ctx: Any, op: Op, run: Callable, form: Any, kwargs: dict, *flat: Any) -> Any:
-        """Run the op and save its operands."""
+        """Run the op, computed by `run` below autograd, and save its operands."""
         out = run(tree_unflatten(flat, form), kwargs)
         ctx.op, ctx.form, ctx.kwargs = op, form, kwargs
         ctx.set_materialize_grads(False)  # a result that no loss reads has no gradient
@@ -118,44 +112,40 @@ def _autograd(op: Op) -> Callable:
     reference. So do torch.func transforms and forward-mode derivatives: a backward formula alone
     would give them a zero tangent, silently, and the reference composes with all of them.
     """
-    grad_enabled = torch._C.is_grad_enabled
-    requires_grad = torch._C._any_requires_grad
-    tracing = torch._C._len_torch_dispatch_stack
-    in_transform = torch._C._are_functorch_transforms_active
-    below = torch._C._AutoDispatchBelowAutograd
-    name, reference, bare, own = op.name, op.reference, op.bare, op.own
+    name, reference, bare = op.name, op.reference, op.bare
+    own = sum(one.name not in _BESIDE for one in op.operands)
 
-    def run_below(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_below(args: tuple[Any, ...], kwargs: Given) -> Any:
         executor = kwargs.get("executor", "reference")
         if tracing() and not is_reference(executor, args[0]):
             found = executor_of(executor)
             if getattr(found, "traced_device", None) == args[0].device.type:
                 return found(name, args, kwargs)
-        with below():
+        with torch._C._AutoDispatchBelowAutograd():
             return OPS[name](*args, **kwargs)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         plain = "executor" not in kwargs or is_reference(kwargs["executor"], args[0])
         if plain and not tracing():
-            if bare is None or len(args) > own or not _NORM.isdisjoint(kwargs):
+            if bare is None or len(args) > own or not _BESIDE.isdisjoint(kwargs):
                 return reference(*args, **kwargs)
             return bare(*args, **kwargs)
-        if in_transform() or forward_ad._current_level >= 0:
+        if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
             return reference(*args, **kwargs)
         sharding.register_when_used(RULES)
-        if grad_enabled() and requires_grad(*args):
-            return (
-                reference(*args, **kwargs)
-                if plain
-                else KernelCall.call(op, run_below, args, kwargs)
-            )
-        return run_below(args, kwargs)
+        if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
+            return run_below(args, kwargs)
+        if plain:
+            return reference(*args, **kwargs)
+        flat, form = tree_flatten(args)
+        out = KernelCall.apply(op, run_below, form, kwargs, *flat)
+        return list(out) if op.many else out
 
     return run
 
 
 _library = torch.library.Library("nmm", "DEF")
-OPS: dict[str, Callable] = {}
+OPS: dict[str, Any] = {}
 
 for _name, _op in DEFINITIONS.items():
     _tags = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)

@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from nmm_compiler.kernels.packed_formats import MX
 from nmm_compiler.ops.definition import Held, Placements
-from nmm_compiler.ops.references import layouts_of
-from nmm_compiler.ops.stored import check_cut, leaves_whole
+from nmm_compiler.ops.operands import Given, of_each
+from nmm_compiler.ops.stored import between_blocks
 
 _AXES = {"u": "kr", "v": "rn", "w": "kn", "bias": "n", "inner_bias": "r"}
 """The sizes along which each part of a linear lies: inputs, rank and outputs.
@@ -35,12 +35,12 @@ Gate and up before a down projection have outputs h, its inputs; its rank is q."
 _BEHIND, _BEFORE = str.maketrans("kr", "hq"), str.maketrans("n", "h")
 
 
-def layout_name(given: Mapping[str, Any], letter: str) -> str:
+def layout_name(given: Given, letter: str) -> str:
     """Return the keyword that says how u, v or w of a call is stored."""
     return "weight_layout" if "weight_layout" in given else f"{letter}_layout"
 
 
-def _axes(held: Held, given: Mapping[str, Any], gated: Sequence[str]) -> str:
+def _axes(held: Held, given: Given, gated: Sequence[str]) -> str:
     """Return the size along each dimension of a part of a linear, "" for what is never cut.
 
     Scales are of the outputs of their weight, those of MX blocks of its blocks.
@@ -56,7 +56,7 @@ def _axes(held: Held, given: Mapping[str, Any], gated: Sequence[str]) -> str:
     return axes
 
 
-def _cuts(given: Mapping[str, Any], parts: Sequence[Held], gated: Sequence[str]) -> str:
+def _cuts(given: Given, parts: Sequence[Held], gated: Sequence[str]) -> str:
     """Return the sizes of linears along which devices may cut a call.
 
     Results are sums over all but n. A norm takes all features of x.
@@ -74,7 +74,7 @@ def _cuts(given: Mapping[str, Any], parts: Sequence[Held], gated: Sequence[str])
     return "n" + "k" * (not inner and not normed) + "r" * ("w" not in has)
 
 
-def placements(given: Mapping[str, Any], parts: Sequence[Held], gated: Sequence[str]) -> Placements:
+def placements(given: Given, parts: Sequence[Held], gated: Sequence[str]) -> Placements:
     """Return what a call accepts: the rows of the table above; given: its arguments by name.
 
     gated: the linears that a gate joins. A residual lies as the result, and of a Partial result it
@@ -91,10 +91,8 @@ def placements(given: Mapping[str, Any], parts: Sequence[Held], gated: Sequence[
         return [features, *(tokens if len(tokens) == 1 else ["all tokens"])]
 
     results = len(given["vs"]) if "vs" in given and not gated else 1
-    outs = [
-        lying("n", layout)
-        for layout in layouts_of(given["out_layout"], given.get("out_layouts"), results)
-    ]
+    layouts = of_each(given, "out_layouts", given["out_layout"], results)
+    outs = [lying("n", layout) for layout in layouts]
     known = {"x": lying("k", x_layout), "residual": outs[0]}
     lies = [known.get(one.name) or _axes(one, given, gated) for one in parts]
     cuts = [] if summed else ["", *(one for one in tokens if all(one in out for out in outs))]
@@ -117,31 +115,29 @@ def placements(given: Mapping[str, Any], parts: Sequence[Held], gated: Sequence[
     return _between_blocks(given, parts, rows)
 
 
-def _between_blocks(
-    given: Mapping[str, Any], parts: Sequence[Held], rows: Placements
-) -> Placements:
+def _between_blocks(given: Given, parts: Sequence[Held], rows: Placements) -> Placements:
     """Return the rows that leave the blocks of MX weights whole."""
     form = MX.get(given.get("format", ""))
     for place, one in enumerate(parts):
         if form is not None and one.letter in ("w", "w_scale"):
             of_block = 1 if one.letter == "w_scale" else 32 * form.bits // 8
-            blocks = one.tensor.shape[1] // of_block
-            check_cut(one.tensor, blocks)
-            rows = [row for row in rows if leaves_whole(row[1][place], one.tensor, blocks)]
+            rows = between_blocks(rows, place, one.tensor, one.tensor.shape[1] // of_block)
     return rows
 
 
-_registered = False
 _NO_NUMBERS = 100  # the place of the first positional argument that is a number: behind all
 
 
-def register(rules: dict[Any, Callable]) -> None:
-    """Register the rules, op -> function, with DTensor, once.
+_registered: set[Any] = set()
 
-    torch's own `register_sharding` knows no op that returns a list.
+
+def register_when_used(rules: dict[Any, Callable]) -> None:
+    """Register the rules, op -> function, with DTensor, once, if the program has it loaded.
+
+    Importing it costs most of a second. torch's own `register_sharding` knows no op that returns a
+    list.
     """
-    global _registered
-    if _registered:
+    if _registered or "torch.distributed.tensor" not in sys.modules:
         return
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
@@ -151,7 +147,7 @@ def register(rules: dict[Any, Callable]) -> None:
         keywords = [one.name for one in op._schema.arguments if one.kwarg_only] or None
         info = RuntimeSchemaInfo(_NO_NUMBERS, keywords, needs_pytree=True)
         propagator.register_op_strategy(op, functools.partial(_strategy, rule), info)
-    _registered = True
+        _registered.add(op)
 
 
 def _strategy(rule: Callable, op_schema: Any) -> Any:
@@ -176,9 +172,3 @@ def _spec(strategy: Any) -> Any:
         children: Any = getattr(strategy, "children", strategy)
         return tuple(map(_spec, children))
     return strategy
-
-
-def register_when_used(rules: dict[Any, Callable]) -> None:
-    """Register now if the program has DTensor loaded; importing it costs most of a second."""
-    if not _registered and "torch.distributed.tensor" in sys.modules:
-        register(rules)

@@ -20,7 +20,7 @@ from nmm_compiler.errors import ModelError, ShapeError, SpecError
 from nmm_compiler.kernels.packed_formats import FORMATS, MX, element_values
 from nmm_compiler.kernels.tiling import RUNS
 from nmm_compiler.ops.definition import Placements
-from nmm_compiler.ops.launches import Transpose, in_runs, mx_weight, turned
+from nmm_compiler.ops.launches import Transpose, turned
 from nmm_compiler.ops.operands import check_same, weight_shape
 
 FP8_DTYPE = torch.float8_e4m3fn
@@ -54,17 +54,19 @@ def dequantize_placements(values: Any, scale: Any, format: str, dtype: Any) -> P
     """Return the placements of `nmm.dequantize` that DTensor may use: a cut leaves blocks whole."""
     from torch.distributed.tensor import Replicate, Shard
 
-    blocks = scale.shape[1]
-    check_cut(values, blocks)
-    each = [one for one in (Replicate(), Shard(0), Shard(1)) if leaves_whole(one, values, blocks)]
-    return [([one], [one, one, None, None]) for one in each]
+    each = (Replicate(), Shard(0), Shard(1))
+    rows: Placements = [([one], [one, one, None, None]) for one in each]
+    return between_blocks(rows, 0, values, scale.shape[1])
 
 
-def check_cut(tensor: Any, blocks: int) -> None:
-    """Raise ShapeError where DTensor cuts bytes or scales of an MX weight [n, ..] inside blocks."""
+def between_blocks(rows: Placements, place: int, tensor: Any, blocks: int) -> Placements:
+    """Return the rows that cut bytes or scales of an MX weight [n, ..] between its blocks.
+
+    place: of the tensor among the operands. Raises ShapeError where DTensor has cut inside blocks.
+    """
     mesh = getattr(tensor, "mesh", None)
     if mesh is None:  # a plain tensor
-        return
+        return rows
     along = [dim for dim, one in enumerate(tensor.placements) if one.is_shard(1)]
     ranks = math.prod(mesh.size(dim) for dim in along)
     if blocks % ranks:
@@ -73,12 +75,8 @@ def check_cut(tensor: Any, blocks: int) -> None:
             f"ranks: bytes and scales would be cut apart; cut it along its outputs, or pad its "
             f"inputs with zeros to a multiple of {32 * ranks}"
         )
-
-
-def leaves_whole(placement: Any, tensor: Any, blocks: int) -> bool:
-    """Return whether a placement of bytes or scales of an MX weight [n, ..] leaves blocks whole."""
-    mesh = getattr(tensor, "mesh", None)
-    return mesh is None or not placement.is_shard(1) or blocks % mesh.size() == 0
+    whole = blocks % mesh.size() == 0
+    return [row for row in rows if whole or not row[1][place].is_shard(1)]
 
 
 def refuse_gradients(**tensors: Tensor | None) -> None:
@@ -169,20 +167,23 @@ def stored_operands(
 ) -> dict[str, Tensor]:
     """Return the operands of a linear, or of a stack of them, as a kernel takes them, by name.
 
-    weights: u, v and w, those there are. first: the layout in which the kernel takes u. kept: those
-    that it takes as they lie.
+    weights: u, v and w, those there are. first: the layout in which the kernel takes u, its rows as
+    `rows_in_runs` says. kept: those that it takes as they lie.
     """
     made, turn = {}, transpose or turned
     for letter, one in weights.items():
         scale, scale_name = one.scale, f"{one.name}_scale"
         if one.form in MX:
             assert scale is not None
-            bits = MX[one.form].bits
-            made[one.name], made[scale_name] = mx_weight(one.tensor, scale, bits, turn)
+            words = torch.int16 if MX[one.form].bits == 4 else torch.int32
+            fours = turn(one.tensor.contiguous().view(words)).contiguous()
+            made[one.name], made[scale_name] = fours.view(torch.uint8), turn(scale)
             continue
         made[one.name] = one.tensor
         if letter == "u" and first in RUNS:
-            made[one.name] = in_runs(one.tensor, one.layout, turn, RUNS[first])
+            rows = one.tensor if one.layout == "row" else one.tensor.mT
+            runs = rows.unflatten(0, (-1, 128, RUNS[first])).permute(1, 0, 3, 2)
+            made[one.name] = turn(runs).reshape(rows.shape)
         elif one.layout == "col" and transpose is not None and letter not in kept:
             made[one.name] = transpose(one.tensor)
         if scale is not None:

@@ -12,7 +12,7 @@ from nmm_compiler.kernels.attention.spec import AttentionSpec
 from nmm_compiler.kernels.base import LAYOUTS, check_name
 from nmm_compiler.ops.definition import WHERE, Op, Operand, Placements
 from nmm_compiler.ops.launches import Launch, Transpose, dtype_name
-from nmm_compiler.ops.operands import check_dtypes
+from nmm_compiler.ops.operands import Given, check_dtypes
 
 
 def attention(
@@ -72,7 +72,7 @@ def _mask(q: Tensor, context: Any, window: int) -> Tensor:
 class AttentionOp(Op):
     """softmax(scale q k^T + mask) v; no kernel computes its backward pass."""
 
-    def fake(self, given: dict[str, Any]) -> Tensor:
+    def fake(self, given: Given) -> Tensor:
         """Return an empty result; raises NmmError for operands that do not fit."""
         q, k, v, layout = (given[name] for name in ("q", "k", "v", "k_layout"))
         check_dtypes(q, k, v, given["rope"])
@@ -93,9 +93,7 @@ class AttentionOp(Op):
             raise ShapeError(f"{q.shape[1]} heads of q do not share {k.shape[1]} heads of k evenly")
         return torch.empty_like(q, memory_format=torch.contiguous_format)
 
-    def lower(
-        self, given: dict[str, Any], rows: Tensor, m: int, transpose: Transpose | None
-    ) -> Launch:
+    def lower(self, given: Given, rows: Tensor, m: int, transpose: Transpose | None) -> Launch:
         """Return the launch of a call."""
         q, k, v, rope = (given[one.name] for one in self.operands)
         batch, heads, tokens, d = q.shape
@@ -107,7 +105,7 @@ class AttentionOp(Op):
         operands = [tensor.reshape(-1, *tensor.shape[-2:]) for tensor in (q, k, v)]
         return Launch(spec, (*operands, *([] if rope is None else [rope])))
 
-    def sharding(self, given: dict[str, Any]) -> Placements:
+    def sharding(self, given: Given) -> Placements:
         """Return that sequences may be cut over devices, and heads where each has its own keys.
 
         Heads that share keys are not cut: devices may be more than the heads of k.
