@@ -161,7 +161,7 @@ class Lowering(Editor):
         op = DEFINITIONS[name]
         local: Any = fx.node.map_aggregate(dict(given), lambda one: without_data(local_part(one)))
         bound = op.bound((), {key: value for key, value in local.items() if key in op.defaults})
-        return op.lower(bound, bound["x"], self.m, view_turned).spec
+        return op.lower(bound, bound[op.operands[0].name], self.m, view_turned).spec
 
     def call(
         self, operator: Callable[..., Any], /, *args: Any, meta_value: Any = None, **kwargs: Any
