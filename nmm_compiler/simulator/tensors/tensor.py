@@ -126,21 +126,9 @@ class NkiTensor(NKIObject):
     buffer = property(attrgetter("storage.region"), doc="The memory region, such as nl.sbuf.")
     memory = property(attrgetter("storage.memory"), doc='Either "sbuf", "psum" or "hbm".')
     itemsize = property(attrgetter("dtype.item_bytes"), doc="Bytes of one element.")
-
-    @property
-    def ndim(self) -> int:
-        """Number of dimensions."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def free_size(self) -> int:
-        """Elements per partition."""
-        return math.prod(self.shape[1:])
+    ndim = property(lambda self: len(self.shape), doc="Number of dimensions.")
+    size = property(lambda self: math.prod(self.shape), doc="Number of elements.")
+    free_size = property(lambda self: math.prod(self.shape[1:]), doc="Elements per partition.")
 
     def get_pattern(self) -> list[list[int]]:
         """Return [[stride, count], ...] of all dimensions."""
