@@ -157,7 +157,7 @@ class Machine:
         self.warned = 0
         self.program_id, self.grid, self.programs = program_id, grid, programs
         self.rank, self.ranks, self.options = rank, ranks, options
-        self.trace = Trace(program_id=program_id)
+        self.trace = Trace()
         self.instructions = self.trace.instructions
         self.storages = self.place << 40
         self.names: dict[tuple[str, int], str] = {}

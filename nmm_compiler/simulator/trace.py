@@ -100,7 +100,6 @@ class Allocation:
     last_write: index of the last instruction that writes it, -1 for none.
     """
 
-    storage: int
     name: str
     memory: str
     shape: tuple[int, ...]
@@ -128,7 +127,6 @@ class Trace:
 
     instructions: list[Instruction] = field(default_factory=list)
     allocations: dict[int, Allocation] = field(default_factory=dict)
-    program_id: int = 0
     sbuf_peak_bytes: int = 0
     psum_peak_banks: int = 0
     ordered: list[tuple[int, int]] = field(default_factory=list)
@@ -139,8 +137,5 @@ class Trace:
     @property
     def program_instructions(self) -> int:
         """Instructions of the compiled program: the body of a loop on the device counts once."""
-        again, seen = 0, 0
-        for first, stop in sorted((a, b) for a, b, _, repeats in self.turns if repeats):
-            again += max(0, stop - max(first, seen))
-            seen = max(seen, stop)
-        return len(self.instructions) - again
+        again = [range(first, stop) for first, stop, _, repeats in self.turns if repeats]
+        return len(self.instructions) - len(set().union(*again))

@@ -228,7 +228,6 @@ def test_two_programs_exchange_and_wait():
     assert np.array_equal(r, np.concatenate([a[4:], a[:4]]))
     assert np.array_equal(total, np.stack([a[0], a[4]]))
     assert len(result.traces) == 2
-    assert [t.program_id for t in result.traces] == [0, 1]
     assert any(i.op == "core_barrier" for i in result.traces[1].instructions)
 
 

@@ -53,7 +53,7 @@ class Builder:
         per_row = columns * ITEM[dtype]
         size = per_row * rows if memory == "hbm" else per_row
         self.trace.allocations[storage] = Allocation(
-            storage, f"t{storage}", memory, (rows, columns), dtype, size, -1, -1, 1
+            f"t{storage}", memory, (rows, columns), dtype, size, -1, -1, 1
         )
         return Tensor(storage, memory, (rows, columns), dtype)
 

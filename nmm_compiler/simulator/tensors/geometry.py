@@ -83,8 +83,6 @@ def numbers_of(key: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return element strides of a dense tensor."""
-    if len(shape) == 2:
-        return (shape[1], 1)
     strides = [1] * len(shape)
     for d in range(len(shape) - 2, -1, -1):
         strides[d] = strides[d + 1] * shape[d + 1]

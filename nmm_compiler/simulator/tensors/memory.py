@@ -66,7 +66,7 @@ class Storage:
             self.unwritten = self.marks(True)
         self.identity = identity = machine.new_identity()
         self.allocation = machine.trace.allocations[identity] = Allocation(
-            identity, name, memory, shape, dtype, row, -1, -1,
+            name, memory, shape, dtype, row, -1, -1,
             kernel_frame()[1] if line < 0 else line, address,
         )  # fmt: skip
 
