@@ -38,6 +38,7 @@ class Programs:
         self.failure: BaseException | None = None
         self.tensors: dict[tuple[int, int], NkiTensor] = {}
         self.mail: dict[tuple[Any, ...], dict[int, Any]] = {}
+        # how often each program has come to a kind of place
         self.sequence: dict[tuple[Any, ...], Iterator[int]] = collections.defaultdict(
             itertools.count
         )
@@ -57,7 +58,7 @@ class Programs:
         self, machine: Machine, name: str, shape: tuple[int, ...], dtype: Any, region: Any
     ) -> NkiTensor:
         """Return the n-th shared_hbm tensor, the same for all programs of a rank."""
-        place = self._number(machine.place, "shared_hbm")
+        place = next(self.sequence[machine.place, "shared_hbm"])
         tensor = self.tensors.get((machine.rank, place))
         if tensor is None:
             tensor = make_tensor(Storage(machine, name, region, "hbm", shape, dtype))
@@ -88,10 +89,6 @@ class Programs:
         if self.failure is not None:
             raise Stopped
 
-    def _number(self, *key: Any) -> int:
-        """Return how often this was called with the key before."""
-        return next(self.sequence[key])
-
     def meet(
         self, machine: Machine, what: str, key: Any, who: int, count: int, sent: Any = None,
         *, orders: bool = False,
@@ -101,7 +98,7 @@ class Programs:
         It lets the others run until then, and raises when a round of all programs changes nothing.
         orders: they are the programs of a rank, whose uses of shared HBM are in order from then on.
         """
-        place = key, self._number(machine.place, key)
+        place = key, next(self.sequence[machine.place, key])
         met = self.mail.setdefault(place, {})
         met[who] = sent
         if len(met) == count:
@@ -125,7 +122,7 @@ class Programs:
 
     def agree(self, machine: Machine, what: str, value: Any) -> None:
         """Refuse the n-th `what` of a program if it differs from that of another."""
-        number = self._number(machine.place, what)
+        number = next(self.sequence[machine.place, what])
         machine.need(
             self.agreed.setdefault((machine.rank, what, number), value) == value,
             f"{what} number {number} of program {machine.program_id} is not what another program "
