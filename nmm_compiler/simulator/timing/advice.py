@@ -144,8 +144,8 @@ def _other_instructions(timeline: Timeline) -> Iterator[Advice]:
     turned = [i for i in instructions if i.attributes.get("is_transpose")]
     by_dma = [i for i in instructions if i.attributes.get("transpose")]
     busy = timeline.busy_us
-    most, least = sorted(("vector", "scalar"), key=lambda name: -busy.get(name, 0.0))
-    idles = busy.get(most, 0.0) >= 2 * busy.get(least, 0.0) and timeline.target.scalar_tensor_copy
+    most, least = sorted(("vector", "scalar"), key=lambda name: -busy[name])
+    idles = busy[most] >= 2 * busy[least] and timeline.target.scalar_tensor_copy
     copies = [
         i for index, i in enumerate(instructions)
         if idles and timeline.engine(index) == most and i.op in ("tensor_copy", "activation")

@@ -128,7 +128,7 @@ def _share(
     path: Mapping[int, float],
     lines: bool,
 ) -> Share:
-    engines: dict[str, float] = {}
+    engines: dict[str, float] = collections.defaultdict(float)
     costs = []
     for index in indices:
         held, cost = timeline.bookings[index], timeline.work(index).dma
@@ -137,8 +137,7 @@ def _share(
             costs.append(cost)
             us = sum(part.stop - part.start for part in held[1:])
             us /= 1 if held[1].row == -1 else timeline.target.dma_engines
-        name = timeline.engine(index)
-        engines[name] = engines.get(name, 0.0) + us
+        engines[timeline.engine(index)] += us
     chosen = [timeline.trace.instructions[index] for index in indices]
     return Share(
         file=chosen[0].file if lines else "", line=chosen[0].line if lines else 0,
@@ -156,10 +155,10 @@ def waits(timeline: Timeline) -> dict[str, dict[str, float]]:
     The kinds are those of `WHY`; "end" is after the engine's last instruction.
     """
     found: dict[str, dict[str, float]] = {}
-    free: dict[str, float] = {}
+    free: dict[str, float] = collections.defaultdict(float)
     for held in sorted(timeline.of_kind("engine"), key=lambda held: held.stop):
         engine = str(held.row)
-        kinds, idle = found.setdefault(engine, {}), held.start - free.get(engine, 0.0)
+        kinds, idle = found.setdefault(engine, {}), held.start - free[engine]
         if idle > _SAME_US:
             kinds[held.why] = kinds.get(held.why, 0.0) + idle
         free[engine] = held.stop
@@ -174,7 +173,7 @@ def engine_table(found: Timeline) -> Grid:
     total = found.latency_us or 1.0
     rows = []
     for number, (engine, name) in enumerate(ENGINE_NAMES.items()):
-        busy = found.busy_us.get(engine, 0.0)
+        busy = found.busy_us[engine]
         kinds = sorted(waiting.get(engine, {}).items(), key=lambda item: -item[1])
         if not (busy or kinds) or engine == "sync":
             continue
@@ -254,10 +253,10 @@ def time_drawing(found: Timeline) -> Drawing:
     waiting = waits(found)
     kinds = sorted({kind for reasons in waiting.values() for kind in reasons})
     rows = [
-        (name, [found.busy_us.get(engine, 0.0),
+        (name, [found.busy_us[engine],
                 *(waiting.get(engine, {}).get(kind, 0.0) for kind in kinds)])
         for engine, name in ENGINE_NAMES.items()
-        if found.busy_us.get(engine, 0.0) and engine != "sync"
+        if found.busy_us[engine] and engine != "sync"
     ]  # fmt: skip
     text = f"{found.latency_us:.1f} us on {found.target.name} (simulated): what each engine does"
     return bars(rows, ("works", *map(WHY.__getitem__, kinds)), "us", text)
