@@ -155,7 +155,17 @@ def _check_transpose_mode(call: Call, src: NkiTensor, mode: str, indirect: bool)
             "row indices take no dge_mode but swdge, a 2-byte dtype, rows in steps of 16, a last "
             "dimension up to 128, and a 4-D src whose second or third dimension is 1",
         )
-        _check_transpose_index(call, src)
+        index = src.indirection.index
+        fits = index.__class__ is NkiTensor and index.dtype == "uint32" and len(index.shape) == 2
+        if fits:
+            rows, columns = index.shape
+            fits = rows in range(16, 129, 16) and (columns == 1 or rows == 128)
+            fits = fits and index.size >= first
+        call.need(
+            fits,
+            "the index is a 2-D uint32 tensor in SBUF of 16 to 128 rows in steps of 16, 128 when "
+            "it has more than one column, with an index for each row",
+        )
         return
     if mode == "none" and direct:
         call.warn(
@@ -175,21 +185,6 @@ def _check_transpose_mode(call: Call, src: NkiTensor, mode: str, indirect: bool)
         "hwdge, which dge_mode or a runtime address asks for, takes a 2-byte dtype, a last "
         "dimension up to 128, and 16 rows (2-D) or 1, 2, 4, 8 or 16 with rows * shape[-2] a "
         "multiple of 16 (3-D, 4-D)",
-    )
-
-
-def _check_transpose_index(call: Call, src: NkiTensor) -> None:
-    """Check the index tensor of an indirect transpose: its rows' indices, column by column."""
-    index = src.indirection.index
-    fits = index.__class__ is NkiTensor and index.dtype == "uint32" and len(index.shape) == 2
-    if fits:
-        rows, columns = index.shape
-        fits = rows in range(16, 129, 16) and (columns == 1 or rows == 128)
-        fits = fits and index.size >= src.shape[0]
-    call.need(
-        fits,
-        "the index is a 2-D uint32 tensor in SBUF of 16 to 128 rows in steps of 16, 128 when it "
-        "has more than one column, with an index for each row",
     )
 
 

@@ -44,8 +44,6 @@ from nmm_compiler.simulator.tensors.dtypes import FLOAT32, FLOATS, INTEGERS, VEC
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
 _UNKNOWN = engine.unknown
-_UNSET = {"unset": True}  # the compiler may choose another engine
-_NONZERO = {"nonzero": True}
 _INT32 = ("int32", "uint32")
 _ARITHMETIC = frozenset({"float32", "tfloat32", *_INT32})
 SCALAR_PAIRS = frozenset({("multiply", "add"), ("multiply", None), ("add", None)})
@@ -78,7 +76,7 @@ def tensor_copy(
             call, "tensor_copy on ScalarE", lambda t: t.scalar_tensor_copy,
             "use nisa.activation(op=nl.copy)",
         )  # fmt: skip
-    yield _UNSET if engine is _UNKNOWN else {}
+    yield {"unset": engine is _UNKNOWN}  # then the compiler may choose another engine
     same = dst.dtype == src.dtype
     put(dst, src.load() if same else f32(src), exact=same)
 
@@ -105,7 +103,7 @@ def _check_constant(call: Call, role: str, value: Any, dst: NkiTensor) -> None:
 def memset(call: Call, dst: Any, value: Any, engine: Any = _UNKNOWN) -> Steps:
     """Fill dst with a compile-time constant."""
     _check_constant(call, "value", value, dst)
-    yield _NONZERO if value != 0 else {}
+    yield {"nonzero": value != 0}
     put(dst, _filled(dst, value))
 
 

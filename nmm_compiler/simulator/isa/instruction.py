@@ -154,7 +154,12 @@ class instruction:  # noqa: N801 - a decorator, written as one
         read, written = (dict(_OPERAND.findall(side)) for side in self.operands.split("->"))
         sizes = {**read, **written, **dict.fromkeys(self.numbers, "P 1")}
         self.equation = Equation(sizes, self.limits)
-        self.writes = {role: self.memories.get(role, self.memory) for role in written}
+        where = {
+            **dict.fromkeys(sizes, self.memory),
+            **dict.fromkeys(self.numbers, ON_CHIP),
+            **self.memories,
+        }
+        self.writes = {role: where[role] for role in written}
         self.first = next(iter(self.writes), "")
         self.engines, self.indirect_engines = words(self.engines), words(self.indirect_engines)
         self.streams, self.indirect = words(self.streams), words(self.indirect)
@@ -162,9 +167,7 @@ class instruction:  # noqa: N801 - a decorator, written as one
         self.commands, self.lists = words(self.commands), words(self.lists)
         self.constants = (*self.constants, *self.numbers)
         self.dtypes = {**self.numbers, **self.dtypes}
-        reads = {role: self.memories.get(role, self.memory) for role in read}
-        reads.update(dict.fromkeys(self.numbers, ON_CHIP))
-        self.reads = {role: reads[role] for role in self.defaults if role in reads}
+        self.reads = {role: where[role] for role in self.defaults if role in where.keys() - written}
         self.roles = {**self.writes, **self.reads}
         self.optional = {r for r in self.roles if self.defaults[r] is None or r in self.unset}
 
