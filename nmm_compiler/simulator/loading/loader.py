@@ -62,8 +62,15 @@ def load_text(text: str, path: Path) -> types.ModuleType:
 def find_kernel(module: types.ModuleType, path: Path, name: str | None) -> Any:
     """Return the kernel `name` of a module, or its only `@nki.jit` function."""
     found = None if name is None else vars(module).get(name)
-    if callable(found):
-        return _of_its_dialect(found, module)
+    if not callable(found):
+        found = _only_kernel(module, path, name)
+    if isinstance(found, types.FunctionType) and BETA_1 in vars(module):
+        return beta1.Kernel(found, checked=False)
+    return found
+
+
+def _only_kernel(module: types.ModuleType, path: Path, name: str | None) -> Any:
+    """Return the only kernel of a module; refuse a name that it does not have."""
     file = str(path.resolve())
     known = {
         key: value
@@ -83,14 +90,7 @@ def find_kernel(module: types.ModuleType, path: Path, name: str | None) -> Any:
             f"{path} has {len(choices)} kernels ({', '.join(choices) or 'none'}); name one as "
             f"{path.name}:NAME"
         )
-    return _of_its_dialect(next(iter(choices.values())), module)
-
-
-def _of_its_dialect(found: Any, module: types.ModuleType) -> Any:
-    """Return a plain function of a Beta 1 file as a kernel of that dialect."""
-    if isinstance(found, types.FunctionType) and BETA_1 in vars(module):
-        return beta1.Kernel(found, checked=False)
-    return found
+    return next(iter(choices.values()))
 
 
 def resolve(kernel: Any) -> Any:

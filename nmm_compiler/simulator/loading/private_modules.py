@@ -166,8 +166,6 @@ class PrivateModules:
         return inspect.getmodule(thing, filename)
 
 
-def _changed(module: types.ModuleType, **names: Any) -> types.ModuleType:
-    """Return a copy of a module with other functions under some names."""
-    copy = types.ModuleType(module.__name__)
-    vars(copy).update(vars(module), **names)
-    return copy
+def _changed(module: types.ModuleType, **names: Any) -> types.SimpleNamespace:
+    """Return what stands for a module: it has other functions under some names."""
+    return types.SimpleNamespace(**{**vars(module), **names})
