@@ -239,8 +239,8 @@ def by_row(name: str, row: Any, issue: Body, rule: str, given: Arguments) -> Any
         session().flush()
         dst = tensor(name, row.first, given.pop(row.first))
         box = box_of(mask, dst.shape)
-        views = functools.partial(_views, name, row, given, row.first, dst.shape, box)
-        write(dst, box, lambda view: issue(view, **views()))
+        like = row.first, dst.shape
+        write(dst, box, lambda view: issue(view, **_views(name, row, given, *like, box)))
         return None
     terms = row.equation.terms
     role = next(r for r in row.reads if len(terms.get(r, ())) == 2)  # with partitions and elements

@@ -18,7 +18,7 @@ import numpy as np
 
 from nmm_compiler.errors import OperandError, UnsupportedInstructionError
 from nmm_compiler.simulator.beta1 import instructions
-from nmm_compiler.simulator.beta1.index import Index, Part, Shape, affine, arange, box_of, mgrid
+from nmm_compiler.simulator.beta1.index import Index, Part, affine, arange, box_of, mgrid
 from nmm_compiler.simulator.beta1.instructions import (
     ISSUE,
     Body,
@@ -94,20 +94,15 @@ class Allocator(NamedTuple):
     func: Body
 
 
-def _shape(shape: Any) -> tuple[Shape, int]:
-    """Return (sizes, position of the partition dimension)."""
-    given = tuple(shape) if not isinstance(shape, (int, np.integer)) else (shape,)
-    marked = [d for d, size in enumerate(given) if isinstance(size, par_dim)]
-    if len(marked) > 1:
-        raise fail(OperandError, f"shape {given} has {len(marked)} partition dimensions")
-    return base.sizes_of("", given), marked[0] if marked else 0
-
-
 def _created(
     call: str, /, shape: Any, dtype: Any, buffer: Any = None, name: str = "", value: Any = None
 ) -> Tensor:
     """Return a new tensor; on chip, filled with `value` unless that is None."""
-    kind, (sizes, par) = kind_of(dtype), _shape(shape)
+    kind, given = kind_of(dtype), tuple(shape) if np.iterable(shape) else (shape,)
+    marked = [d for d, size in enumerate(given) if isinstance(size, par_dim)]
+    if len(marked) > 1:
+        raise fail(OperandError, f"shape {given} has {len(marked)} partition dimensions")
+    sizes, par = base.sizes_of("", given), marked[0] if marked else 0
     allocator = buffer if isinstance(buffer, Allocator) else None
     region = allocator.region if allocator else sbuf if buffer is None else buffer
     session().flush()
