@@ -32,7 +32,7 @@ from nmm_compiler.errors import ModelError, UnknownNameError
 from nmm_compiler.kernels.packed_formats import FORMATS, MX, check_blocks, quantize
 from nmm_compiler.lowrank_models.factorize import factorize
 from nmm_compiler.lowrank_models.modules import LowRankLinear, lowrank_layers
-from nmm_compiler.lowrank_models.moments import Moment, Moments
+from nmm_compiler.lowrank_models.moments import Moments
 from nmm_compiler.ops import stored as stored  # defines nmm.dequantize
 
 ROUNDS = 2
@@ -164,7 +164,11 @@ def rounded_beside(
     base = QuantizedLinear.of(weight, format)
     if weight.is_meta or moments.inputs is None or FORMATS[format].block is None:
         return base
-    spread = _spread(moments.inputs)
+    # U, upper triangular, with U^T U the inverse of the pulled moment
+    matrix = moments.inputs.dense().cpu().mul_(1 - PULL)
+    matrix.diagonal().add_(PULL / (1 - PULL) * matrix.diagonal().mean())
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(matrix))
+    spread = torch.linalg.cholesky(inverse).mT.float().numpy()
     for _ in range(ROUNDS if rank else 1):
         wanted = weight
         if rank:
@@ -172,14 +176,6 @@ def rounded_beside(
             wanted = (weight.double() - branch.up @ branch.down).to(weight.dtype)
         base = QuantizedLinear.of(wanted, format, spread=spread)
     return base
-
-
-def _spread(moment: Moment) -> np.ndarray:
-    """Return U, upper triangular, with U^T U the inverse of a moment that is pulled."""
-    matrix = moment.dense().cpu().mul_(1 - PULL)
-    matrix.diagonal().add_(PULL / (1 - PULL) * matrix.diagonal().mean())
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(matrix))
-    return torch.linalg.cholesky(inverse).mT.float().numpy()
 
 
 def quantize_factors(model: nn.Module, format: str = "int8") -> tuple[str, ...]:
@@ -192,11 +188,8 @@ def quantize_factors(model: nn.Module, format: str = "int8") -> tuple[str, ...]:
     it. Raises ModelError for a model without low-rank layers.
     """
     format = read_format(format)
-    layers = {
-        name: layer
-        for name, layer in lowrank_layers(model).items()
-        if isinstance(layer.down, nn.Linear)
-    }
+    found = lowrank_layers(model)
+    layers = {name: one for name, one in found.items() if isinstance(one.down, nn.Linear)}
     if not layers:
         raise ModelError(
             f"{type(model).__name__} has no low-rank layer with factors of floats; run compress on "

@@ -136,7 +136,11 @@ def find_sites(
                 f"exclude pattern {pattern!r} matches no module of {kind}"
                 f"{closest(pattern, parts)}; leave it out, or name what is to stay dense"
             )
-    tied = _tied_parameters(model)
+    holders: dict[int, dict[int, str]] = defaultdict(dict)  # by id: who holds a parameter
+    for module_name, module in model.named_modules():
+        for key, parameter in module.named_parameters(recurse=False):
+            held_as = f"{module_name}.{key}" if module_name else key
+            holders[id(parameter)][id(module)] = held_as
     head = None if wanted else getattr(model, "get_output_embeddings", lambda: None)()
     sites: list[Site] = []
     skipped: list[Skipped] = []
@@ -154,7 +158,7 @@ def find_sites(
         unmatched = [pattern for pattern in unmatched if not named(names, [pattern])]
         if (wanted and not named(names, wanted)) or named(names, unwanted):
             continue
-        reason = reason or _refusal(module, name, model, tied, head)
+        reason = reason or _refusal(module, name, model, holders, head)
         if reason:
             skipped.append(Skipped(name=name, shape=shape, reason=reason))
         else:
@@ -176,15 +180,6 @@ def find_sites(
             f"exclude{f' (left alone: {reasons})' if reasons else ''}; {listing}"
         )
     return tuple(sites), tuple(skipped)
-
-
-def _tied_parameters(model: nn.Module) -> dict[int, list[str]]:
-    """Return, by id, the parameters that more than one module holds, with their names."""
-    holders: dict[int, dict[int, str]] = defaultdict(dict)
-    for name, module in model.named_modules():
-        for key, parameter in module.named_parameters(recurse=False):
-            holders[id(parameter)][id(module)] = f"{name}.{key}" if name else key
-    return {key: list(value.values()) for key, value in holders.items() if len(value) > 1}
 
 
 def _read(module: nn.Module) -> tuple[tuple[int, ...], str] | None:
@@ -247,7 +242,7 @@ def _refusal(
     module: nn.Module,
     name: str,
     model: nn.Module,
-    tied: dict[int, list[str]],
+    holders: dict[int, dict[int, str]],
     head: nn.Module | None,
 ) -> str:
     """Return why this linear is left alone, "" when it can be factorized."""
@@ -270,8 +265,8 @@ def _refusal(
         )
     if 0 in weight.shape:
         return "its weight has no elements"
-    if id(weight) in tied:
-        others = [n for n in tied[id(weight)] if n != f"{name}.weight"]
+    if len(holders[id(weight)]) > 1:
+        others = [n for n in holders[id(weight)].values() if n != f"{name}.weight"]
         return f"its weight is tied to {', '.join(others)}"
     if module._forward_hooks or module._forward_pre_hooks:
         return "it has forward hooks, which a replacement would lose"
