@@ -170,12 +170,11 @@ class CompileReport(Shown, Record):
 
 def kernel_parts(kernels: Sequence[Kernel]) -> list[Part]:
     """Return a folded section for each of the slowest kernels."""
-    if not kernels:
-        return []
     built = sorted(kernels, key=lambda k: -k.profile().latency_us)
-    parts: list[Part] = []
-    for kernel in built[:_KERNELS_SHOWN]:
-        parts.append(Section(kernel.spec.short(), _of_kernel(kernel), folded=True))
+    parts: list[Part] = [
+        Section(kernel.spec.short(), _of_kernel(kernel), folded=True)
+        for kernel in built[:_KERNELS_SHOWN]
+    ]
     if len(built) > _KERNELS_SHOWN:
         more = counted(len(built) - _KERNELS_SHOWN, "faster kernel")
         parts.append(Line(f"{more} not shown one by one", "note"))
