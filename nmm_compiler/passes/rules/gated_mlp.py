@@ -116,8 +116,6 @@ def read_gated(c: Canonical, candidate: Any, down: Chain | None = None) -> Call 
             f"no kernel computes a gate with the activation {activation}",
             node,
         )
-    if gate.n != up.n:
-        return None
     if any(not p.second and not p.only_bias() for p in (gate, up)):
         return Refusal(
             "no_kernel",

@@ -42,8 +42,6 @@ def group(c: Canonical, rule: KernelRule, calls: list[Call]) -> Match | None:
     places = [position[f] for f in finals]
     if any(b - a > NEAR for a, b in itertools.pairwise(places)):
         return None
-    if len(set(finals)) != len(finals) or len({c.dtype(f) for f in finals}) > 1:
-        return None
     whole = Call.of_several(c, f"lowrank_matmul_{rule.name}", calls)
     keys = whole.keys()
     made = {call.chain.first.x for call in calls}
@@ -122,7 +120,7 @@ class SharedU(KernelRule):
             if chain is None:
                 return None
             chains.append(chain)
-        if len(chains) < 2 or not all(only_bias(chain) for chain in chains):
+        if not all(map(only_bias, chains)):
             return None
         if any(c.v.layout != chains[0].v.layout or c.middle for c in chains):
             return None
