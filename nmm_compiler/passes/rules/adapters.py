@@ -333,13 +333,11 @@ def _whole(graph: Canonical, value: Any, place: Any) -> bool:
 
 def _gathered_branch(graph: Canonical, node: Any, x: Any) -> _Gathered | None:
     """Return a branch of gathered factors of x that ends at a node, or None."""
-    branch = _Gathered(set(), [])
-    key: Key | None = node if isinstance(node, fx.Node) else None
-    for _ in range(2):
-        key = None if key is None else _gathered_product(graph, key, branch)
-        if key is None:
+    branch, key = _Gathered(set(), []), node
+    while len(branch.factors) < 2:
+        if not isinstance(key, Key):
             return None
-    assert key is not None
+        key = _gathered_product(graph, key, branch)
     key = _filled(graph, key, branch)
     sizes = [graph.sizes(one) for one in (x, branch.index)]
     if len(sizes[0]) not in (2, 3) or len(sizes[1]) != 1 or sizes[0][0] != sizes[1][0]:
