@@ -142,7 +142,7 @@ def opportunities(c: Canonical, covered: set[fx.Node]) -> list[Opportunity]:
             continue
         k, n = stage.weight.k, stage.weight.n
         r = int(0.8 * k * n / (k + n))
-        if r < 1 or min(k, n) < 2:
+        if r < 1:
             continue
         saved, m = k * n - r * (k + n), views.product([*stage.tokens.values()])
         dtype = c.dtype(key)

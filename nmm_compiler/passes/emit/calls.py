@@ -309,7 +309,7 @@ class Call:
 
     def tokens_count(self) -> Size:
         """Return m, the number of tokens."""
-        return views.product([a.size for d in self.source.tokens() for a in d])
+        return views.product(views.shape_of(self.source.tokens()))
 
     def x_node(self, editor: Editor) -> fx.Node:
         """Return the node of x as it lies."""

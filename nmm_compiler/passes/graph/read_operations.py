@@ -435,10 +435,7 @@ def _convolution(
         return None
     labels = einsum_labels("bk...,nk...->bn...", (len(shape), len(kernel)))
     if bias is not None:
-        length = c.shape(bias)
-        if length is None or len(length) != 1:
-            return None
-        dims: tuple[Dim, ...] = (*identity(length), *((),) * spatial)
+        dims: tuple[Dim, ...] = (*identity(c.sizes(bias)), *((),) * spatial)
         bias = c.viewed(call.node, "bias", bias, dims)
     return with_addend(c, call.node, _product(source, other, labels), bias)
 
@@ -635,8 +632,6 @@ def _detach(c: Canonical, call: Call, source: Any = None) -> Result:
 def _to(c: Canonical, call: Call, source: fx.Node) -> Result:
     old, new = c.tensor(source), c.tensor(call.node)
     if old is None or new is None or old.device != new.device or type(old) is not type(new):
-        return None
-    if c.shape(source) != c.shape(call.node):
         return None
     return _same(c, source) if old.dtype == new.dtype else Cast(source, new.dtype)
 
