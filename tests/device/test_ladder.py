@@ -76,7 +76,7 @@ def test_the_fp8_rung_saturates_some_numbers_and_rounds_others():
     assert 0.2 < (np.abs(wanted) == 240).mean() < 0.98
 
 
-def test_a_rung_that_raises_does_not_stop_the_others(monkeypatch):
+def test_a_rung_that_raises_does_not_stop_the_others(monkeypatch, quick):
     def refuse(*args, **kwargs):
         if "transpos" in str(args[0]) and "tensor" not in str(args[0]):
             raise RuntimeError("the compiler says no")
@@ -86,10 +86,10 @@ def test_a_rung_that_raises_does_not_stop_the_others(monkeypatch):
     monkeypatch.setattr(ladder, "predicted_us", lambda *a: None)
     found = ladder.climb("trn2")
     failed = [v for v in found.verdicts if v.verdict == "failed"]
-    assert len(failed) == 6
+    assert len(failed) == 4
     assert all(v.error == "RuntimeError: the compiler says no" for v in failed)
     assert not found.passed
-    assert "27 of 33 rungs passed" in str(found)
+    assert "17 of 21 rungs passed" in str(found)
 
 
 def test_the_closest_executor_to_a_device_is_taken(monkeypatch):
