@@ -8,11 +8,14 @@ from processes import ran
 import nmm_compiler
 
 FIRST = """
-import os, torch
-for name in ("explain", "rule", "rewrite"):
+import logging, os, torch
+logger = logging.getLogger("torchao")
+logger.setLevel(logging.INFO)
+for name in ("explain", "rule", "rewrite", "compress"):
     if os.fork() == 0:
         import nmm_compiler
         getattr(nmm_compiler, name)
+        assert logger.level == logging.INFO
         os._exit(0)
     assert os.wait()[1] == 0, name
 """
@@ -23,7 +26,7 @@ def test_every_public_name_loads(name):
     assert getattr(nmm_compiler, name) is not None
 
 
-def test_a_name_loads_as_the_first_of_a_process():
+def test_a_name_loads_as_the_first_of_a_process_and_leaves_the_level_of_a_logger():
     """Each in a process of its own, which a process forks that has loaded torch."""
     ran("-c", FIRST)
 
@@ -67,20 +70,8 @@ from transformers import LlamaForCausalLM, LlamaConfig
 import transformers.quantizers.auto
 nmm.compress
 """
-LEVEL = """
-import logging
-logger = logging.getLogger("torchao")
-logger.setLevel(logging.INFO)
-import nmm_compiler as nmm
-nmm.compress
-assert logger.level == logging.INFO
-"""
 
 
 def test_a_program_that_uses_transformers_says_nothing_of_torchao():
     pytest.importorskip("transformers")
     assert ran("-c", PROGRAM).stderr == ""
-
-
-def test_a_level_that_the_user_has_set_stays():
-    ran("-c", LEVEL)
