@@ -3,37 +3,30 @@
 import dataclasses
 
 import pytest
+from kernels.judge import spec_of
 
 import nmm_compiler
 from nmm_compiler.codegen.build import kernel_key
 from nmm_compiler.errors import NmmError
 from nmm_compiler.kernels import FAMILIES
-from nmm_compiler.kernels.attention import AttentionSpec
-from nmm_compiler.kernels.experts import ExpertsSpec
-from nmm_compiler.kernels.linear.corrected import CorrectedMLPSpec, CorrectedSpec
-from nmm_compiler.kernels.linear.specs import (
-    AdaptersSpec,
-    GatedMLPSpec,
-    GatedMLPUpSpec,
-    LowRankSharedSpec,
-    LowRankSpec,
-    MatmulSpec,
-)
 from nmm_compiler.nki_api.api import API_VERSION
 from nmm_compiler.options import INSTRUCTION_BUDGET
 from nmm_compiler.targets import get, names
 
 SPECS = [
-    LowRankSpec(m=256, k=256, r=128, n=512),
-    LowRankSharedSpec(m=256, k=256, pairs=((128, (256,)), (64, (256,)))),
-    MatmulSpec(m=256, k=256, n=512),
-    GatedMLPUpSpec(m=256, k=256, r=128, n=512),
-    GatedMLPSpec(m=256, k=256, r=128, n=512),
-    AttentionSpec(m=256, context=512, heads=4),
-    AdaptersSpec(m=256, k=256, r=16, n=512, groups=4),
-    ExpertsSpec(m=8, k=256, n=512, groups=4),
-    CorrectedSpec(m=8, k=256, n=512, rank=16),
-    CorrectedMLPSpec(m=8, k=256, n=512),
+    spec_of(line)
+    for line in (
+        "lowrank m=256 k=256 r=128 n=512",
+        "lowrank_shared m=256 k=256 pairs=128:256 pairs=64:256",
+        "matmul m=256 k=256 n=512",
+        "gated_mlp_up m=256 k=256 r=128 n=512",
+        "gated_mlp m=256 k=256 r=128 n=512",
+        "attention m=256 context=512 heads=4",
+        "adapters m=256 k=256 r=16 n=512 groups=4",
+        "experts m=8 k=256 n=512 groups=4",
+        "linear m=8 k=256 n=512 rank=16",
+        "linear_mlp m=8 k=256 n=512",
+    )
 ]
 # Another value for each kind of field; what a spec refuses is no other kernel.
 OTHERS = ["col", "silu", "relu", "float32", "float16", "float8_e4m3", "channel", "tensor", True]
