@@ -12,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from processes import ran
 
 from nmm_compiler.version import VERSION
 
@@ -49,10 +50,7 @@ def built(tmp_path_factory):
         "from setuptools import build_meta as b\n"
         f"b.build_editable({str(tmp_path)!r}); b.build_sdist({str(tmp_path)!r})"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=copy, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    ran("-c", code, cwd=copy)
     (wheel,), (sdist,) = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
     return copy, wheel, sdist
 
