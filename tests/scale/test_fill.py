@@ -112,8 +112,7 @@ def test_workers_run_beside_threads_of_the_caller():
 
 # Kernels built in several processes are those that one process builds.
 
-FEW = [LowRankSpec(m=8, k=16, r=4, n=16), LowRankSpec(m=8, k=16, r=4, n=32),
-         MatmulSpec(m=8, k=16, n=16)]  # fmt: skip
+FEW = [*SPECS[:2], MatmulSpec(m=8, k=16, n=16)]
 
 
 def test_two_processes(tmp_path, monkeypatch):
