@@ -102,10 +102,8 @@ class Names:
 
     def definition(self, node: ast.AST | None) -> FunctionNode | ast.ClassDef | None:
         """Return the function or class of this file that an expression names."""
-        for binding in self.bindings(node):
-            if isinstance(binding.node, (*_FUNCTIONS, ast.ClassDef)):
-                return binding.node
-        return None
+        found = (binding.node for binding in self.bindings(node))
+        return next((n for n in found if isinstance(n, (*_FUNCTIONS, ast.ClassDef))), None)
 
     def undefined(self, node: ast.Name) -> bool:
         """Return whether nothing in the file, nor a builtin, gives this name a value.
@@ -186,8 +184,7 @@ class Names:
         """Return functions, and those of the file that they name, and so on."""
         todo = list(roots)
         seen: dict[ast.AST, None] = {}
-        while todo:
-            function = todo.pop(0)
+        for function in todo:  # which grows
             if function is not None and function not in seen:
                 seen[function] = None
                 todo += [self.definition(node) for node in ast.walk(function) if is_read(node)]
