@@ -79,7 +79,5 @@ def api(version: str = API_VERSION) -> Api:
 
 
 def _exists(name: str, version: str) -> bool:
-    if before(version, table.ADDED.get(name, "0.3")):
-        return False
-    gone = table.REMOVED.get(name)
-    return gone is None or before(version, gone[0])
+    since, gone = table.ADDED.get(name, "0.3"), table.REMOVED.get(name)
+    return not before(version, since) and (gone is None or before(version, gone[0]))
