@@ -49,14 +49,6 @@ Function = Callable[..., Any]
 Grid = tuple[Dimension, ...]
 
 
-def _cores(grid: Grid) -> int:
-    spread = [max(dimension) + 1 for dimension in grid]
-    if sum(n > 1 for n in spread) > 1:
-        sizes = tuple(map(len, grid))
-        raise KernelArgumentError(f"launch grid {sizes} spreads two dimensions over cores; one may")
-    return max(spread, default=1)
-
-
 def _entry(function: Function, grid: Grid, checked: bool) -> Function:
     """Return a kernel as the simulator calls it: with its own tensors, once per core."""
 
@@ -121,7 +113,13 @@ class Kernel(standins.JitKernel):
     """
 
     def __init__(self, function: Function, launch: Grid = (), *, checked: bool = True) -> None:
-        super().__init__(_entry(function, launch, checked), _cores(launch))
+        spread = [max(dimension) + 1 for dimension in launch]  # over so many cores
+        if sum(cores > 1 for cores in spread) > 1:
+            sizes = tuple(map(len, launch))
+            raise KernelArgumentError(
+                f"launch grid {sizes} spreads two dimensions over cores; one may"
+            )
+        super().__init__(_entry(function, launch, checked), max(spread, default=1))
         self.plain = function
         self.launch = launch
         self.checked = checked
