@@ -61,7 +61,11 @@ def list_(
             for info in infos
         ]
         return values.Answer(each, [_of_all(store, infos)])
-    wanted = _key(Path(entry)) if Path(entry).is_file() else store.show(entry).key
+    if Path(entry).is_file():  # named entries, or what --json prints of an entry
+        named = read_json(Path(entry))
+        wanted = Key.make(named.get("key", named))
+    else:
+        wanted = store.show(entry).key
     explained = store.explain(wanted)
     changes = [list(change) for change in explained.changes]
     differs = Grid.of(("differs in", "this key", "nearest entry"), changes)
@@ -82,12 +86,6 @@ def list_(
         {**_plain(wanted.digest, kept), "path": str(kept.path), "differs": changes},
         [f"entry  {wanted.digest}\npath   {kept.path}\n", [*tables, *files, differs]],
     )
-
-
-def _key(path: Path) -> Key:
-    """Return the key of a JSON file: named entries, or what --json prints of an entry."""
-    data = read_json(path)
-    return Key.make(data.get("key", data))
 
 
 def _plain(digest: str, entry: Entry | None) -> dict[str, Any]:

@@ -19,7 +19,6 @@ import os
 import shlex
 import sys
 import traceback
-from collections.abc import Iterator
 
 from nmm_compiler import options
 from nmm_compiler.errors import NmmError, one_line
@@ -33,9 +32,13 @@ def ending(error: BaseException) -> tuple[int, str]:
     """Return (exit code, line for the user) of what ended a command."""
     if options.is_on("NMM_TRACEBACK"):
         say("".join(traceback.format_exception(error)).rstrip())
-    for inner in _chain(error):  # a library may answer Ctrl-C with an error of its own
-        if isinstance(inner, KeyboardInterrupt):
+    seen: set[int] = set()
+    inner: BaseException | None = error
+    while inner is not None and id(inner) not in seen:
+        if isinstance(inner, KeyboardInterrupt):  # a library may answer it with an error of its own
             error = inner
+        seen.add(id(inner))
+        inner = inner.__cause__ or inner.__context__
     cause = error.__context__ if isinstance(error, SystemExit) else error
     if isinstance(cause, BrokenPipeError):  # rich leaves with SystemExit when its reader has gone
         _drop_output()
@@ -79,15 +82,6 @@ def _is_the_users(file: str) -> bool:
     installed = (package + os.sep, sys.prefix + os.sep, sys.base_prefix + os.sep)
     path = os.path.abspath(file)
     return os.path.isfile(path) and not path.startswith(installed) and "-packages" not in path
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and those that it was raised from or over, each once."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def say(text: str) -> None:
