@@ -100,31 +100,24 @@ def check_savable(model: nn.Module) -> None:
     """
     if not _is_transformers(model):
         return
-    method = _method(model)
-    if method in (None, METHOD):
-        return
-    unpacked = "quantization_config=GgufConfig(dequantize=True)" if method == "gguf" else "floats"
-    raise FileError(
-        f"{type(model).__name__} is already quantized by {method!r}; transformers stores one "
-        f"method per model, so a low-rank one could not be saved: load it as {unpacked} and "
-        "quantize after compressing"
-    )
+    given: Any = model
+    for holder in (given.config, getattr(model, "hf_quantizer", None)):
+        config = getattr(holder, "quantization_config", None)
+        found = config.get if isinstance(config, dict) else partial(getattr, config)
+        named = found("quant_method", None)
+        method = str(getattr(named, "value", named))
+        if named is not None and method != METHOD:
+            plain = "quantization_config=GgufConfig(dequantize=True)"
+            raise FileError(
+                f"{type(model).__name__} is already quantized by {method!r}; transformers stores "
+                "one method per model, so a low-rank one could not be saved: load it as "
+                f"{plain if method == 'gguf' else 'floats'} and quantize after compressing"
+            )
 
 
 def _is_transformers(model: nn.Module) -> bool:
     transformers = sys.modules.get("transformers")
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
-
-
-def _method(model: Any) -> str | None:
-    """Return the name of the method that a model says it is quantized by."""
-    for holder in (model.config, getattr(model, "hf_quantizer", None)):
-        config = getattr(holder, "quantization_config", None)
-        found = config.get if isinstance(config, dict) else partial(getattr, config)
-        method = found("quant_method", None)
-        if method is not None:
-            return str(getattr(method, "value", method))
-    return None
 
 
 def save(
