@@ -113,7 +113,8 @@ def list_chunks(groups, each, spec):
         for behind in range(2):
             first = start - each * behind
             for g in range(max(0, first), min(first + each, groups)):
-                for chunk in chunks:
+                for i in range(len(chunks)):
+                    chunk = chunks[i]
                     last = chunk[0] + chunk[1] * chunk[3] == spec.context
                     steps.append((g, behind == 1, chunk[0], chunk[1], chunk[2], chunk[3], last))
     return steps
