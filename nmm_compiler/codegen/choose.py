@@ -220,7 +220,7 @@ def simulated(spec: KernelSpec, schedule: Any, target: Target) -> tuple[float, i
         latency, in_order = latency * turns / 2, in_order * turns / 2
         for _, last in rest:
             last = spec.whole_of(part, last)
-            more = simulated(last, schedule.without_loop(), target)
+            more = simulated(last, dataclasses.replace(schedule, m_loop=False), target)
             latency, count, in_order = latency + more[0], count + more[1], in_order + more[2]
         return latency, count, in_order
     family = FAMILIES[spec.family]

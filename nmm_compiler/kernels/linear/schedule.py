@@ -359,10 +359,6 @@ class LinearSchedule(Schedule):
             banks=min(self.banks, most), sums=min(self.sums, most),
         )  # fmt: skip
 
-    def without_loop(self) -> LinearSchedule:
-        """Return the schedule without a loop on the device."""
-        return dataclasses.replace(self, m_loop=False)
-
     def loop_turns(self, layer: Layer) -> list[tuple[int, Layer]]:
         """Return (how often, layer of one turn) of the loop on the device, the rest last.
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from nmm_compiler.errors import ShapeError, SpecError
 from nmm_compiler.kernels.base import WEIGHTS, TensorSpec, check_name, check_sizes
-from nmm_compiler.kernels.linear.layer import MULTIPLY, NORMED, Groups, Linear, LowRank, Weight
+from nmm_compiler.kernels.linear.layer import MULTIPLY, Groups, Linear, LowRank, Weight
 from nmm_compiler.kernels.linear.spec import LinearSpec, MatmulSpec
 from nmm_compiler.kernels.tiling import item_bytes, lay
 from nmm_compiler.targets import Target
@@ -256,14 +256,14 @@ class LowRankSharedSpec(LinearSpec):
 
     def parts(self) -> tuple[LowRankSpec, ...]:
         """Return the lowrank kernel of every result."""
-        more = {name: getattr(self, name) for name in NORMED if name != "residual"}
-        shared = ("m", "k", "dtype", "x_layout", "u_layout", "v_layout", "scales", "out_dtype",
-                  "x_dtype", "lnc")  # fmt: skip
-        fields = more | {name: getattr(self, name) for name in shared}
+        known = {field.name for field in dataclasses.fields(LowRankSpec)}
+        shared = {name: value for name, value in vars(self).items() if name in known}
         return tuple(
             LowRankSpec(
-                **fields, r=one.low_rank.r, n=one.n, out_layout=one.layout, bias=bool(one.bias),
-                activation=one.activation,
+                **shared | {
+                    "r": one.low_rank.r, "n": one.n, "out_layout": one.layout,
+                    "bias": bool(one.bias), "activation": one.activation,
+                }
             )
             for one in self.layer.linears
         )  # fmt: skip
