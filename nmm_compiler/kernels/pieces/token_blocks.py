@@ -40,19 +40,13 @@ def tile_picks(index, m0, spec):
     return read_picks(part, tokens * spec.top_k, nl.int32)
 
 
-def zero_columns(spec):
-    """Return a number for each group, 0: a list with fp32 [128, 1] for each 128 groups."""
-    columns = []
-    for _ in range((spec.groups + 127) // 128):
-        column = nl.ndarray((128, 1), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.memset(dst=column, value=0.0)
-        columns.append(column)
-    return columns
-
-
 def blocks_of_groups(index, spec):
     """Return the blocks that each group needs: a list with fp32 [128, 1] for each 128 groups."""
-    counts = zero_columns(spec)
+    counts = []
+    for _ in range((spec.groups + 127) // 128):
+        none = nl.ndarray((128, 1), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.memset(dst=none, value=0.0)
+        counts.append(none)
     for m0 in range(0, spec.m, 128):
         numbers = tile_picks(index, m0, spec)
         for first in range(0, spec.groups, 128):
@@ -131,23 +125,22 @@ def tokens_of_blocks(rows, index, starts, ones, spec):
     A tile of tokens times its ones in the blocks, both chosen by comparison, adds the numbers of
     the tokens at their places.
     """
-    places = []
+    taken = []
     for first in range(0, spec.groups, 128):
         place = nl.ndarray((128, 1), dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_scalar(
             dst=place, data=starts[first // 128], op0=nl.multiply, operand0=spec.tokens
         )
-        places.append(place)
+        taken.append(place)
     high = min(128, spec.tokens)
     sums = []
     for _ in range((spec.blocks + 511) // 512 * spec.token_tiles):
         sums.append(nl.ndarray((high, min(512, spec.blocks)), dtype=nl.float32, buffer=nl.psum))
     line = nl.ndarray((128, max(spec.blocks, spec.tokens)), dtype=nl.float32, buffer=nl.sbuf)
     nisa.iota(dst=line, pattern=[[1, max(spec.blocks, spec.tokens)]], offset=0)
-    seen = zero_columns(spec)
     for m0 in range(0, spec.m, 128):
         count = min(128, spec.m - m0)
-        behind = place_picks(index, m0, places, seen, ones, spec)
+        behind = place_picks(index, m0, taken, ones, spec)
         keep_rows(rows[m0 // 128], behind, index, m0, spec)
         whole = nl.ndarray((count, spec.top_k), dtype=nl.int32, buffer=nl.sbuf)
         nisa.tensor_scalar(dst=whole, data=behind, op0=nl.add, operand0=-1.0)
@@ -190,10 +183,10 @@ def tokens_of_blocks(rows, index, starts, ones, spec):
     return tokens
 
 
-def place_picks(index, m0, places, seen, ones, spec):
+def place_picks(index, m0, taken, ones, spec):
     """Return 1 + the place of each pick of a tile of tokens, fp32 [tokens, top_k]; 0 for no group.
 
-    places: the first place of each group. seen: its picks in the tiles before; counts them on.
+    taken: the first place of each group behind its picks in the tiles before; counts them on.
     """
     count = min(128, spec.m - m0)
     picks = count * spec.top_k
@@ -205,14 +198,11 @@ def place_picks(index, m0, places, seen, ones, spec):
         rank = nl.ndarray((deep, picks), dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_tensor_scan(
             dst=rank, data0=ones[0:deep, 0:picks], data1=same,
-            initial=seen[first // 128][0:deep, 0:1], op0=nl.multiply, op1=nl.add,
+            initial=taken[first // 128][0:deep, 0:1], op0=nl.multiply, op1=nl.add,
         )  # fmt: skip
-        nisa.tensor_copy(dst=seen[first // 128][0:deep, 0:1], src=rank[0:deep, picks - 1 : picks])
+        nisa.tensor_copy(dst=taken[first // 128][0:deep, 0:1], src=rank[0:deep, picks - 1 : picks])
         place = nl.ndarray((deep, picks), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.scalar_tensor_tensor(
-            dst=place, data=rank, op0=nl.add, operand0=places[first // 128][0:deep, 0:1],
-            op1=nl.multiply, operand1=same,
-        )  # fmt: skip
+        nisa.tensor_tensor(dst=place, data1=rank, data2=same, op=nl.multiply)
         for j in range(spec.top_k):
             nisa.nc_matmul(
                 dst=behind[0:count, j : j + 1], stationary=place[0:deep, j : picks : spec.top_k],
