@@ -43,8 +43,8 @@ class LinearSchedule(Schedule):
         to 16 bits there. One token lies alike by rows and by columns.
     order: which rows of x and of its weights share a partition: "consecutive_rows", or every 128th,
         "strided_rows", as transposes leave them; or "fours" where products of MX blocks take x.
-    m_block: tokens in SBUF at a time. u_block, block, down_block: outputs of a panel of a first
-        factor, of the weights behind it, and of the last weight behind h.
+    m_block: tokens in SBUF at a time. u_block, block: outputs of a panel of a first factor, and of
+        every other weight.
     load_bytes: a load of a weight brings about so many to each partition.
     banks: of PSUM, for sums of first factors. sums: for those of results; down: tiles of tokens
         that are summed together.
@@ -64,7 +64,6 @@ class LinearSchedule(Schedule):
     m_block: int
     block: int
     u_block: int = 128
-    down_block: int = 128
     load_bytes: int = 8192
     banks: int = 8
     sums: int = 8
@@ -114,8 +113,7 @@ class LinearSchedule(Schedule):
     def _arriving(self, weight: Weight, linear: Linear, layer: Layer) -> Weight:
         of_x, behind = layer.of_x(weight), layer.down.n > 0 and linear.place == len(layer.linears)
         first, gathered = weight.name == linear.low_rank.u.name, linear.low_rank.groups.slots > 0
-        block = self.u_block if first else self.down_block if behind else self.block
-        columns = min(block, weight.n)
+        columns = min(self.u_block if first else self.block, weight.n)
         load, size = _load(weight, self.w_load), weight_bytes(layer.format_of(weight))
         rows = linear.rows and not (first or self.turned or layer.product_by_rows)
         tokens = self.tokens(layer)
@@ -262,7 +260,7 @@ class LinearSchedule(Schedule):
     def check(self, spec: Any, target: Target) -> None:
         """Raise CapacityError or SpecError, with numbers, unless legal for spec and target."""
         layer: Layer = spec.share(self.split)
-        for name in ("m_block", "block", "u_block", "down_block", "load_bytes"):
+        for name in ("m_block", "block", "u_block", "load_bytes"):
             value = getattr(self, name)
             if value < 1 or (name != "load_bytes" and value % 128):
                 raise SpecError(f"schedule: {name} is {value}; pass a multiple of 128")
@@ -428,7 +426,6 @@ def candidates(layer: Layer, target: Target) -> Iterator[LinearSchedule]:
         blocks = sizes_of_panels(widest, (4096, 2048, 1024) if few else (256, 512, 1024))
     if layer.mx and layer.down.n:
         blocks = [size for size in blocks if not size % 512]
-    downs = sizes_of_panels(layer.down.n, (1024, 2048) if few else (512, 128)) or [128]
     either = few and any(one.rows for one in layer.results) and not layer.product_by_rows
     turns = (False, True) if either else (False,)
     for x_load, w_load, m_block, turned in itertools.product(
@@ -440,13 +437,13 @@ def candidates(layer: Layer, target: Target) -> Iterator[LinearSchedule]:
         runs = layer.k >= 256 and over_k == {"rows"}
         ranks = _ranks(rank, banks // tiles(min(m_block, layer.m), 512))
         sums = [(1, banks)] if few else [(1, 4)] if layer.down.n else [(4, banks), (1, 4)]
-        for u_block, block, down_block, load_bytes, (down, at_once) in itertools.product(
-            ranks, blocks, downs, loads, sums
+        for u_block, block, load_bytes, (down, at_once) in itertools.product(
+            ranks, blocks, loads, sums
         ):
             made = LinearSchedule(
                 x_load=x_load, ahead=True, w_load=w_load,
                 order=FOURS if layer.mx else ORDERS[0] if runs else ORDERS[1],
-                m_block=m_block, block=block, u_block=u_block, down_block=down_block,
+                m_block=m_block, block=block, u_block=u_block,
                 load_bytes=load_bytes, banks=banks, sums=at_once, down=down,
                 # of fewer tokens the tiles of x that are spaced for it take longer to load
                 double_row=layer.fp8_x and target.fp8_double_row and layer.m >= 16, turned=turned,

@@ -6,10 +6,9 @@ Features of p lie on the partitions, as the next product takes them.
 import nki.isa as nisa
 import nki.language as nl
 
-from .between_ranks import sum_strips
 from .records import Block, Ends, Epilogue, Left, Panel, Term
 from .sums import load_chunk, make_columns
-from .two_cores import add_other_half, clear_tail, finish_sums, own
+from .two_cores import add_other_half, clear_tail, finish_sums, own, sum_strips
 
 
 def project(p_sb, left: Left, pairs, cores, ranks, ends: Ends, at: Block, spec, others):

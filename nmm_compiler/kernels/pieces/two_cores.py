@@ -1,9 +1,11 @@
-"""What two cores of a logical core do together: each takes its half, and gives what it has made.
+"""What cores do together: two of a logical core, or the ranks that share a product.
 
+Of a logical core each takes its half, and gives what it has made.
 Both run the same program, `core` being 0 on one and 1 on the other, and share HBM. A half is a view
 whose place depends on `core`; sizes and control flow do not.
 """
 
+import nki.collectives as ncc
 import nki.isa as nisa
 import nki.language as nl
 
@@ -48,3 +50,21 @@ def finish_sums(dst, sums, first, n, epilogue: Epilogue):
             dst[0:rows, first + tile, 0:tokens], sums[0:rows, first + tile, 0:tokens], epilogue,
             tile, tile, 0, tile,
         )  # fmt: skip
+
+
+def sum_strips(total, sums, n, ranks):
+    """Write the sum of the strips of all ranks, n features of p^T each.
+
+    A rank is a logical core. Of its two physical ones each exchanges with the same one of the
+    others.
+    """
+    tiles = sums.shape[1]
+    tokens = sums.shape[2]
+    rows = min(128, n)
+    # collectives take matrices in SBUF
+    ncc.all_reduce(
+        [sums.reshape((128, tiles * tokens))[0:rows, 0 : tiles * tokens]],
+        [total.reshape((128, tiles * tokens))[0:rows, 0 : tiles * tokens]],
+        ncc.ReplicaGroup([list(range(ranks))]),
+        nl.add,
+    )
