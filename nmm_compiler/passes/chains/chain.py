@@ -713,21 +713,16 @@ def read_projection(c: Canonical, key: Key, inputs: bool = False) -> Chain | Non
         return None
     chain = read_chain(c, walk.key, form, inputs)
     if not isinstance(chain, Chain) or too_wide(c, chain):
-        chain = _dense(c, walk.key, form)
-    return None if chain is None else _behind_walk(chain, walk, key)
-
-
-def _dense(c: Canonical, key: Key, form: Product) -> Chain | None:
-    """Read a product with one weight; when both operands are inputs, x stands on the left."""
-    is_weight = (c.is_constant(form.lhs), c.is_constant(form.rhs))
-    if not any(is_weight):
-        is_weight = (c.is_weight(form.lhs), c.is_weight(form.rhs))
-    if not any(is_weight):
-        return None
-    stage = read_stage(c, key, form, is_weight[1])
-    if isinstance(stage, Refusal) or part_of_one(stage.x) is not None:
-        return None
-    return Chain(stage, None, (), key, stage.out_dims)
+        is_weight = c.is_constant(form.lhs), c.is_constant(form.rhs)
+        if not any(is_weight):
+            is_weight = c.is_weight(form.lhs), c.is_weight(form.rhs)
+        if not any(is_weight):
+            return None
+        stage = read_stage(c, walk.key, form, is_weight[1])  # x is on the left where both may be
+        if isinstance(stage, Refusal) or part_of_one(stage.x) is not None:
+            return None
+        chain = Chain(stage, None, (), walk.key, stage.out_dims)
+    return _behind_walk(chain, walk, key)
 
 
 def over_base(c: Canonical, stage: Stage, dims: Dims) -> Dims | None:
