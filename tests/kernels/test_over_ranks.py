@@ -89,7 +89,7 @@ def test_fields_without_ranks_do_not_show():
 
 
 def test_refusals_say_what_to_do():
-    """And those of test_refusals.py."""
+    """And those of test_refused_specs.py."""
     with pytest.raises(ShapeError, match="k is 512, which does not divide by 3 ranks"):
         WHOLE.sharded(3, "rows")
     spec = WHOLE.sharded(2, "rows")

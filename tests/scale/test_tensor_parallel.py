@@ -115,46 +115,42 @@ def down_of_four():
         dist.destroy_process_group()
 
 
+def compiled(model, **more):
+    """Return the report of a call, and whether it reached a kernel, which only a device has."""
+    try:
+        with_nmm(model, **more)(torch.zeros(2, 5, 96 // 4))
+    except NeuronSetupError:
+        return nmm.last_report(), True
+    return nmm.last_report(), False
+
+
 def test_the_sum_of_rows_is_inside_of_the_call_where_it_pays(down_of_four):
     """The report has both figures; where there are no collectives, two products stay."""
-
-    def compiled(**more):
-        with_nmm(down_of_four, **more)(torch.zeros(2, 5, 96 // 4))
-        return nmm.last_report()
-
-    inside = compiled()
+    inside, _ = compiled(down_of_four)
     assert inside.chains == 1
     (line,) = inside.matches
     assert line.startswith("lowrank")
     way = ways(LowRankSpec(m=10, k=24, r=24, n=64, dtype="float32", tp=4, tp_axis="rows"), "trn2")
     assert way.fused <= way.separate
-    apart = compiled(target="trn1")
+    apart, _ = compiled(down_of_four, target="trn1")
     assert apart.chains == 0
     (refused,) = (one.reason for one in apart.declined)
     assert "no kernel of this size on trn1, smaller calls and a sum over 4" in refused
-    alone = compiled(executor="simulator")
+    alone, _ = compiled(down_of_four, executor="simulator")
     assert "executor 'simulator' runs one process" in str(alone.declined)
 
 
 def test_a_model_that_trains_on_kernels_keeps_its_products(down_of_four):
     """The kernel that sums has no gradients, so a call of it would raise in the backward pass."""
-
-    def compiled(executor):
-        try:
-            with_nmm(down_of_four, executor=executor)(torch.zeros(2, 5, 96 // 4))
-        except NeuronSetupError:  # the call of the kernel
-            return nmm.last_report(), True
-        return nmm.last_report(), False
-
-    trained, called = compiled("neuron")
+    trained, called = compiled(down_of_four, executor="neuron")
     assert (trained.chains, called) == (0, False)
     (refused,) = trained.declined
     assert "no kernel that sums over devices has gradients" in str(refused)
     assert "use executor 'reference', or torch.no_grad()" in str(refused)
     with torch.no_grad():
-        report, called = compiled("neuron")
+        report, called = compiled(down_of_four, executor="neuron")
     assert (report.chains, called) == (1, True)
-    assert compiled("reference")[0].chains == 1
+    assert compiled(down_of_four, executor="reference")[0].chains == 1
 
 
 @pytest.mark.long

@@ -1,9 +1,13 @@
 """Kernel text for tests of NKI Beta 1: a few lines of body become a file that imports neuronxcc."""
 
 import functools
+import sys
+from pathlib import Path
 
 import numpy as np
-from simulator import simulator_kernels
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import simulator_kernels
 
 HEADER = """\
 import neuronxcc.nki as nki

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from beta1_helpers import HEADER, run, values
-from simulator.simulator_kernels import kernel_file
+from simulator_kernels import kernel_file
 
 from nmm_compiler import errors
 from nmm_compiler.simulator.beta1 import instructions, language

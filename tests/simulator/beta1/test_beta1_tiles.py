@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from beta1_helpers import ops, run, values
-from simulator.simulator_kernels import refusals
+from simulator_kernels import refusals
 
 from nmm_compiler import errors
 
