@@ -7,12 +7,13 @@ import models
 import pytest
 import torch
 import torch.nn.functional as F
-from models import VERIFIED, Pair, kernel_calls, kinds_of, trace_and_run
+from models import VERIFIED, Pair, calls_of, compiled, kernel_calls, kinds_of, trace_and_run
 from torch import nn
 
 import nmm_compiler as nmm
 from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.passes.result import graph_parts
+from nmm_compiler.passes.rules.shared import NEAR
 
 K, R, N = 64, 8, 48
 
@@ -212,3 +213,137 @@ def test_windows_fuse_at_any_batch(batch, window):
     options = {"strict": True}
     result = nmm.rewrite(windows(window).eval(), (x,), options=options, verify=True)
     assert len(result.matches) == 1
+
+
+# Results have the strides that the model gave them, at the output and wherever it is seen.
+
+# Two chains of 32 features, and a dense weight.
+CHAINS = {"a": (4, 32), "b": (24, 4), "ga": (4, 32), "gb": (24, 4), "w": (24, 32)}
+Chains = functools.partial(models.Model, **CHAINS)
+
+
+def left(p, x):
+    return p.b @ (p.a @ x.mT)  # [..., 24, tokens]
+
+
+def other(p, x):
+    return p.gb @ (p.ga @ x.mT)
+
+
+SEEN = {
+    "left": left,
+    "activation": lambda p, x: F.silu(left(p, x).mT),
+    "gated": lambda p, x: (F.silu(left(p, x)) * other(p, x)).mT,
+    "lora": lambda p, x: (p.w @ x.mT + 2 * left(p, x)).mT,
+    "viewed behind": lambda p, x: torch.tanh(left(p, x).mT).mT.view(-1),
+    "two readers": lambda p, x: (lambda y: (y, y.mT.sin(), y.sum(-1)))(left(p, x)),
+    "heads": lambda p, x: F.linear(F.linear(x, p.a), p.b).unflatten(-1, (4, 6)).transpose(-2, -3),
+    "convolution": lambda p, x: F.conv1d(F.conv1d(x.mT, p.a[..., None]), p.b[..., None]),
+}
+
+
+def _written(p, x):
+    y = left(p, x).mT
+    y.select(-1, 0).fill_(0.25)
+    return y + 1
+
+
+def _pointwise_written(p, x):
+    y = torch.tanh(left(p, x).mT)
+    seen = y.mT.view(-1)
+    seen.mul_(2.0)
+    return y
+
+
+SEEN |= {"written": _written, "pointwise behind, written": _pointwise_written}
+
+
+@pytest.mark.parametrize("shape", [(6, 32), (2, 5, 32)])
+@pytest.mark.parametrize("name", SEEN)
+def test_strides_at_the_output(name, shape):
+    model = Chains(SEEN[name]).requires_grad_(False)
+    result = trace_and_run(model, torch.randn(*shape), **VERIFIED)  # which compares strides, too
+    # A convolution without a batch dimension is left as it is.
+    assert bool(result.matches) == ((name, shape) != ("convolution", (6, 32)))
+
+
+READERS = {
+    "as_strided": lambda y: y.as_strided((24, 6), (6, 1)),
+    "function": lambda y: torch.as_strided(y, (24, 6), (6, 1)),
+    "stride": lambda y: y.stride(),
+    "is_contiguous": lambda y: y.is_contiguous(),
+    "view": lambda y: y.mT.view(-1),
+}
+BETWEEN = {"next to it": lambda y: y, "behind": torch.tanh, "further": lambda y: (y * 2).sin() + 1}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("between", BETWEEN)
+def test_the_memory_order_that_is_read_is_the_graphs_own(reader, between):
+
+    def function(p, x):
+        return READERS[reader](BETWEEN[between]((p.b @ (p.a @ x.mT)).mT))
+
+    model = Chains(function).requires_grad_(False)
+    x = torch.randn(6, 32)
+    result = trace_and_run(model, x)
+    assert len(result.matches) == 1
+    # two orders of adding 32 and 4 fp32 products near 1, doubled at most
+    torch.testing.assert_close(result.graph_module(x), model(x), rtol=0, atol=2.0**-24 * 36 * 4)
+
+
+# Calls that share x: each result has the layout that its readers want; near ones are one call.
+
+
+def fork():
+    """Return two chains of one x: one feeds another chain, the other is returned as it is."""
+    parts = {"into": Pair(64, 8, 96), "out": Pair(64, 8, 48), "down": Pair(96, 8, 64)}
+    return models.Model(lambda p, x: (p.down(p.into(x)), p.out(x)), **parts)
+
+
+def test_a_result_for_another_kernel_is_col_and_its_neighbour_row():
+    result = nmm.rewrite(fork(), (torch.randn(2, 12, 64),), verify=True)
+    shared, down = calls_of(result)
+    assert shared.kwargs["out_layouts"] == ["col", "row"]
+    assert down.kwargs["x_layout"] == "col"
+    assert result.transposes_after == 0
+    (match,) = [m for m in result.matches if m.rule == "shared_x"]
+    assert match.info["out_layout"] == "col,row"
+    (_, spec), _ = kernel_calls(result.graph_module)
+    assert spec.family == "lowrank_shared"
+    assert (spec.m, spec.pairs) == (24, ((8, (96,)), (8, (48,))))
+    assert (spec.result_layouts(), spec.bias) == (("col", "row"), True)
+
+
+def test_layouts_of_each_result_through_torch_compile():
+    model, x = fork(), torch.randn(2, 12, 64)
+    options = {"inner": "aot_eager", "strict": True, "kernels": "lazy"}
+    got, want = compiled(model, **options, executor="reference")(x), model(x)
+    torch.testing.assert_close(got, want, rtol=3e-5, atol=3e-5)
+    upstream, weights = [torch.randn_like(y) for y in want], list(model.parameters())
+    gradients = [torch.autograd.grad(y, weights, upstream) for y in (got, want)]
+    # sums over 24 tokens on top of the chains' own
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
+
+
+def far(between):
+    """Return two chains of one x, with other work of some nodes between them."""
+
+    def function(p, x):
+        first, z = x @ p.u @ p.v, x[0]
+        for _ in range(between - 1):
+            z = torch.relu(z)
+        return first, x @ p.u2 @ p.v2, z
+
+    return models.Model(function, u=(64, 8), v=(8, 96), u2=(64, 8), v2=(8, 48))
+
+
+@pytest.mark.parametrize(
+    ("between", "rules"),
+    [(0, ["shared_x"]), (46, ["shared_x"]), (47, ["lowrank"] * 2), (200, ["lowrank"] * 2)],
+)
+def test_results_at_most_48_nodes_apart_share_a_call(between, rules):
+    assert NEAR == 48
+    # the second result is two products behind the nodes between
+    result = nmm.rewrite(far(between), (torch.randn(24, 64),))
+    assert [match.rule for match in result.matches] == rules
