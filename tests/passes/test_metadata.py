@@ -16,6 +16,27 @@ from nmm_compiler.passes.pipeline import run
 SAID = []
 
 
+def compiled(model, inputs, before=lambda module, inputs: None, **how):
+    """Compile a model and call it for each of the inputs; `before` sees each graph first."""
+    results = []
+
+    def backend(module, example):
+        before(module, example)
+        results.append(run(module, example))
+        return results[-1].graph_module.forward
+
+    call = torch.compile(model, backend=backend, **how)
+    for x in inputs:
+        torch.testing.assert_close(call(*x), model(*x), rtol=1e-4, atol=1e-4)
+    return results
+
+
+def forget(module, lost):
+    for node in module.graph.nodes:
+        if node.name in lost or ("all" in lost and node.op.startswith("call")):
+            node.meta.pop("example_value", None)
+
+
 def in_rows(p, x):
     return F.linear(F.linear(x, p.a).reshape(-1, 4), p.b).relu()
 
@@ -29,31 +50,16 @@ def log(word):
 
 @pytest.mark.parametrize("lost", ["linear", "reshape", "linear_1", "all"])
 def test_lost_values_of_a_symbolic_graph_come_back_symbolic(lost):
-    found, graphs = [], 0
-
-    def backend(module, inputs):
-        nonlocal graphs
-        graphs += 1
-        for node in module.graph.nodes:
-            if node.name == lost or (lost == "all" and node.op.startswith("call")):
-                del node.meta["example_value"]
-        found.append(run(module, inputs))
-        return found[-1].graph_module.forward
-
-    model = Pair()
-    compiled = torch.compile(model, backend=backend, dynamic=True)
-    for tokens in (3, 5, 8):
-        x = torch.randn(2, tokens, 32)
-        torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-4)
-    assert graphs == 1
-    assert kinds_of(found[0]) == ["lowrank"]
-    assert not isinstance(found[0].matches[0].info["m"], int)
+    inputs = [(torch.randn(2, tokens, 32),) for tokens in (3, 5, 8)]
+    (found,) = compiled(Pair(), inputs, lambda module, _: forget(module, [lost]), dynamic=True)
+    assert kinds_of(found) == ["lowrank"]
+    assert not isinstance(found.matches[0].info["m"], int)
 
 
 def test_a_node_that_only_logs_is_not_run():
     SAID.clear()
 
-    def backend(module, inputs):
+    def with_log(module, inputs):
         first = next(n for n in module.graph.nodes if n.op == "call_function")
         with module.graph.inserting_before(first):
             module.graph.call_function(log, ("ran",))
@@ -61,9 +67,8 @@ def test_a_node_that_only_logs_is_not_run():
         known = [n for n in module.graph.nodes if "example_value" in n.meta]
         assert all(values[n] is n.meta["example_value"] for n in known)
         assert SAID == []
-        return module.forward
 
-    torch.compile(Pair(), backend=backend)(torch.randn(3, 32))
+    compiled(Pair(), [(torch.randn(3, 32),)], with_log)
     assert SAID == ["ran"]
 
 
@@ -86,16 +91,11 @@ def test_autocast_holds_while_values_are_computed():
             y = F.linear(x, w)
         return y, F.linear(x, w)
 
-    found = []
-
-    def backend(module, inputs):
-        for node in module.graph.nodes:
-            if node.op.startswith("call"):
-                node.meta.pop("example_value", None)
+    def dtypes(module, inputs):
+        forget(module, ["all"])
         values = collect_values(module, inputs)
-        found.append([values[n].dtype for n in module.graph.nodes if n.target is F.linear])
-        return module.forward
+        linears = [n for n in module.graph.nodes if n.target is F.linear]
+        assert [values[n].dtype for n in linears] == [torch.bfloat16, torch.float32]
 
-    torch.compile(f, backend=backend)(torch.randn(3, 32), torch.randn(4, 32))
-    assert found == [[torch.bfloat16, torch.float32]]
+    compiled(f, [(torch.randn(3, 32), torch.randn(4, 32))], dtypes)
     assert not torch.is_autocast_enabled("cpu")

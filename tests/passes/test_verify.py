@@ -3,11 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from models import OwnRule
+from models import Model, OwnRule, Pair
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import nmm_compiler as nmm
 from nmm_compiler import backend
 from nmm_compiler.errors import ModelError, VerificationError
 from nmm_compiler.passes.graph.torch_names import target_name
@@ -69,6 +68,11 @@ def raises(editor, x):
     return editor.call(torch.ops.aten.add.Tensor, y, index)
 
 
+def verified(model, change, *, inputs=(X,), call=rewrite):
+    """Rewrite with the rule that emits a change, and with all checks on."""
+    return call(model, inputs, options={"verify": True}, rules=[wrong_rule(change), "..."])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_verify_passes_a_right_rewrite(dtype):
     model, x = Layers().to(dtype), X.to(dtype)
@@ -91,24 +95,21 @@ def test_verify_passes_a_right_rewrite(dtype):
 )
 def test_verify_names_an_own_rule_that_is_wrong(change, said):
     with pytest.raises(VerificationError, match=said) as caught:
-        rewrite(Layers(), (X,), rules=[wrong_rule(change), "..."], options={"verify": True})
+        verified(Layers(), change)
     if change is not raises:
         assert "first match with a wrong result is mine at relu of rule 'mine'" in str(caught.value)
 
 
 def test_strides_that_an_own_rule_says_it_changed_are_restored():
-    result = rewrite(Layers(), (X,), rules=[wrong_rule(turned), "..."], verify=True)
+    result = verified(Layers(), turned)
     assert "mine" in [m.rule for m in result.matches]
     assert [y.stride() for y in result.graph_module(X)] == [(64, 1)] * 2
 
 
 def test_verify_names_the_first_of_the_matches_that_an_output_depends_on():
-    class Only(Layers):
-        def forward(self, x):
-            return self.pb(self.pa(x)), torch.relu(x).sigmoid()
-
+    only = Model(lambda p, x: (p.pair(x), torch.relu(x).sigmoid()), pair=Pair(64, 8, 64))
     with pytest.raises(VerificationError, match=r"output 1 .*wrong result is mine at relu"):
-        rewrite(Only(), (X,), rules=[wrong_rule(slightly_wrong), "..."], verify=True)
+        verified(only, slightly_wrong)
 
 
 def test_verify_finds_a_built_in_rule_that_is_wrong(monkeypatch):
@@ -146,38 +147,38 @@ def test_verify_leaves_inputs_buffers_and_random_numbers_as_they_were():
         assert torch.equal(value, before[name]), name
 
 
-def test_verify_compares_what_a_graph_writes():
-    class Writes(nn.Module):
-        def forward(self, x, y):
-            y.copy_(torch.relu(x))
-            return x + 1.0
-
-    module = fx.symbolic_trace(Writes())
-    with pytest.raises(VerificationError, match=r"input 1, after the call, is off .*mine at relu"):
-        run(module, (X, X.clone()), {"verify": True}, [wrong_rule(slightly_wrong), "..."])
+def writes(x, y):
+    y.copy_(torch.relu(x))
+    return x + 1.0
 
 
-def test_verify_keeps_inputs_that_share_memory():
-    def f(x, y):
-        x.add_(1.0)
-        return torch.relu(y)
-
-    shared = torch.randn(8, 6)
-    module = fx.symbolic_trace(f)
-    run(module, (shared[:4], shared.t()), {"verify": True}, [wrong_rule(relu), "..."])
-    with pytest.raises(VerificationError):
-        run(module, (shared[:4], shared.t()), {"verify": True}, [wrong_rule(slightly_wrong), "..."])
+def adds_in_place(x, y):
+    x.add_(1.0)
+    return torch.relu(y)
 
 
-def test_verify_accepts_integers_that_rounding_may_flip_and_no_others():
-    def f(x, u, v):
-        return torch.relu(x @ u @ v).argmax(-1), x.argmax(-1)
+def of_whole_numbers(x, u, v):
+    """Return numbers that rounding may flip, and others."""
+    return torch.relu(x @ u @ v).argmax(-1), x.argmax(-1)
 
-    u, v = torch.randn(64, 8), torch.randn(8, 48)
-    assert rewrite(f, (X, u, v), rules=[wrong_rule(relu), "..."], verify=True).matches
 
-    with pytest.raises(VerificationError, match="output 0 is off"):
-        rewrite(f, (X, u, v), rules=[wrong_rule(off_by(-1.0)), "..."], verify=True)
+SHARED = torch.randn(8, 6)
+
+
+@pytest.mark.parametrize(
+    ("function", "inputs", "wrong", "said"),
+    [
+        (writes, (X, X.clone()), slightly_wrong, "input 1, after the call, is off .*mine at relu"),
+        (adds_in_place, (SHARED[:4], SHARED.t()), slightly_wrong, "output 0 is off"),
+        (of_whole_numbers, (X, torch.randn(64, 8), torch.randn(8, 48)), off_by(-1.0),
+         "output 0 is off"),
+    ],
+)  # fmt: skip
+def test_verify_compares_what_a_graph_writes_shares_and_counts(function, inputs, wrong, said):
+    module = fx.symbolic_trace(function)
+    assert verified(module, relu, inputs=inputs).matches
+    with pytest.raises(VerificationError, match=said):
+        verified(module, wrong, inputs=inputs)
 
 
 def test_verify_without_data_says_what_to_do():
@@ -188,11 +189,10 @@ def test_verify_without_data_says_what_to_do():
         rewrite(Layers().to("meta"), (X.to("meta"),), verify=True)
 
 
-def test_verify_in_explain_and_through_the_door():
-    assert nmm.rewrite(Layers(), (X,), verify=True).matches
-    assert explain(Layers(), X, options={"verify": True}).matches
+def test_verify_in_explain():
+    assert verified(Layers(), relu, call=explain).matches
     with pytest.raises(VerificationError):
-        explain(Layers(), X, options={"verify": True}, rules=[wrong_rule(slightly_wrong), "..."])
+        verified(Layers(), slightly_wrong, call=explain)
 
 
 def test_verify_in_graphs_of_higher_order_operators():
