@@ -169,7 +169,7 @@ SHARED = torch.randn(8, 6)
     ("function", "inputs", "wrong", "said"),
     [
         (writes, (X, X.clone()), slightly_wrong, "input 1, after the call, is off .*mine at relu"),
-        (adds_in_place, (SHARED[:4], SHARED.t()), slightly_wrong, "output 0 is off"),
+        (adds_in_place, (SHARED[:4], SHARED.t()), slightly_wrong, " is off by "),
         (of_whole_numbers, (X, torch.randn(64, 8), torch.randn(8, 48)), off_by(-1.0),
          "output 0 is off"),
     ],
