@@ -103,30 +103,15 @@ def test_the_long_blocks_run(page, tmp_path, monkeypatch):
     run_page(page, tmp_path, monkeypatch, long=True)
 
 
-def test_no_command_hides_in_an_indented_block():
-    """An indented block has no language, so that nothing would run it."""
-    found = [
-        f"{page.name}:{number}"
-        for page in PAGES
-        for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1)
-        if re.match(r" {4}(nmm|python) ", line)
-    ]
-    assert not found
-
-
-def test_no_block_has_a_language_that_the_runner_passes_over():
-    """`bash` would be printed as `sh` is, and never run."""
-    for page in PAGES:
-        found = re.findall(r"^```(\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-        assert set(found) <= {*RUN, "text", "mlir"}, page.name
-
-
-def test_links_between_pages_lead_somewhere():
-    for page in PAGES:
-        text = re.sub(r"`[^`\n]*`", "", page.read_text(encoding="utf-8"))  # code has no links
-        for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
-            if not re.match(r"[a-z]+:", link):
-                assert os.path.exists(page.parent / link), f"{page.name} links to {link}"
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_nothing_hides_from_the_runner_and_links_lead_somewhere(page):
+    """An indented block has no language, `bash` would be printed as `sh` is: neither would run."""
+    text = page.read_text(encoding="utf-8")
+    assert not re.search(r"^ {4}(nmm|python) ", text, re.MULTILINE)
+    assert set(re.findall(r"^```(\S+)$", text, re.MULTILINE)) <= {*RUN, "text", "mlir"}
+    text = re.sub(r"`[^`\n]*`", "", text)  # code has no links
+    for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
+        assert re.match(r"[a-z]+:", link) or os.path.exists(page.parent / link), link
 
 
 def test_the_runner_runs_what_it_finds_and_fails_where_code_fails(tmp_path, monkeypatch):

@@ -30,7 +30,7 @@ def words(text):
 
 
 @pytest.mark.skipif(shutil.which("tmux") is None, reason=captures.INSTALL)
-@pytest.mark.parametrize("name", ["lint", "profile"])
+@pytest.mark.parametrize("name", ["lint", pytest.param("profile", marks=pytest.mark.long)])
 def test_a_narrow_terminal_shows_the_same_words(name, tmp_path):
     captures.prepare(tmp_path, saved=False)
     narrow, wide = (captures.capture(captures.COMMANDS[name], tmp_path, w) for w in (80, 120))

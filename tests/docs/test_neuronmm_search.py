@@ -11,7 +11,6 @@ from nmm_compiler.kernels.linear.specs import LowRankSpec
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import neuronmm
-from neuronmm import ratios
 
 CHAIN = LowRankSpec(m=4096, k=2560, r=1664, n=9728)
 UP = LowRankSpec(m=512, k=2048, r=1280, n=8192)
@@ -47,9 +46,3 @@ def test_many_tokens_halve_the_shortlist():
     assert (len(asked[2048]), len(asked[4096])) == neuronmm.SHORTLIST
     ranked = sorted(set(asked[1024]), key=lambda blocks: rival.timings(blocks) or math.inf)
     assert set(asked[4096]) < set(asked[2048]) == set(ranked[:5])
-
-
-def test_ratios_are_over_the_faster_dense_kernel():
-    us = {"shipped": 12.0, "tuned": 11.0, "tutorial": 14.0, "dense": 13.0}
-    assert list(ratios(us, 10.0).values()) == [1.3, 1.1, 1.2]
-    assert list(ratios({"tuned": 11.0, "dense": 13.0}, 10.0).values()) == [1.1]
