@@ -67,32 +67,23 @@ def test_what_differs_is_no_match(near):
     assert not found or near(*inputs).dim() == 2
 
 
-def test_the_entrances():
-    model, x = Model(lambda p, x: chain(x, p.u, p.v), u=U, v=V), torch.randn(5, 64)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_the_entrances_and_any_token_count(dynamic):
+    model = Model(lambda p, x: chain(x, p.u, p.v), u=U, v=V)
     options = {**EAGER, "rules": [TO_DENSE, "..."]}
-    with torch.no_grad():
-        compiled = torch.compile(model, backend="nmm", options=options)
-        torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=2.0**-24 * 64 * 64)
+    compiled = torch.compile(model, backend="nmm", options=options, dynamic=dynamic)
+    for tokens in (3, 5):
+        x = torch.randn(2, tokens, 64)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=2.0**-24 * 64 * 64)
+    assert len(nmm.reports()) == 2 - dynamic
     report = nmm.last_report()
     assert report.matches == ("to_dense  at relu",)
     assert report.chains == 0
     assert report.rules == ("rule to_dense: 1 matched, 0 refused",)
     assert "rule to_dense: 1 matched" in str(report)
-    torch._dynamo.reset()
     explained = nmm.explain(model, x, rules=[TO_DENSE, "..."])
     assert [m.rule for m in explained.matches] == ["to_dense"]
-
-
-def test_any_token_count():
-    weights = U.clone(), V.clone()
-    options = {**EAGER, "rules": [TO_DENSE, "..."]}
-    compiled = torch.compile(
-        lambda x: chain(x, *weights), backend="nmm", options=options, dynamic=True
-    )
-    for tokens in (3, 5):
-        x = torch.randn(2, tokens, 64)
-        torch.testing.assert_close(compiled(x), chain(x, *weights), rtol=0, atol=2.0**-24 * 4096)
-    assert nmm.last_report().matches == ("to_dense  at relu",)
 
 
 def test_numbers_and_conditions():
@@ -150,22 +141,21 @@ def test_the_safety_checks_of_built_in_rules():
         assert not [m for m in result.matches if m.rule == "to_dense"]
 
 
-def test_a_rule_that_does_not_fire_says_so():
-    inputs = (torch.randn(5, 64), U, V)
-    lost = nmm.rewrite(chain, inputs, rules=[TO_DENSE])
-    assert lost.rules["to_dense"].matched == 0
-    assert 'rules=[to_dense, "..."] asks it first' in " ".join(str(lost).split())
-    near = nmm.rewrite(
-        lambda x, u, v: torch.relu(F.silu(x @ u) @ v), inputs, rules=[TO_DENSE, "..."]
-    )
-    assert "the nearest: at silu product is wanted, not activation silu" in " ".join(
-        str(near).split()
-    )
-    none = nmm.rewrite(lambda x: x + 1, (inputs[0],), rules=[TO_DENSE])
-    assert "rule to_dense: no node of the graph is what the pattern ends with" in " ".join(
-        str(none).split()
-    )
-    assert none.to_dict()["rules"][-1]["matched"] == 0
+@pytest.mark.parametrize(
+    ("function", "rules", "said"),
+    [
+        (chain, [TO_DENSE], 'rules=[to_dense, "..."] asks it first'),
+        (lambda x, u, v: torch.relu(F.silu(x @ u) @ v), [TO_DENSE, "..."],
+         "the nearest: at silu product is wanted, not activation silu"),
+        (lambda x, u, v: x + 1, [TO_DENSE],
+         "rule to_dense: no node of the graph is what the pattern ends with"),
+    ],
+)  # fmt: skip
+def test_a_rule_that_does_not_fire_says_so(function, rules, said):
+    result = nmm.rewrite(function, (torch.randn(5, 64), U, V), rules=rules)
+    assert said in " ".join(str(result).split())
+    (own,) = [one for one in result.to_dict()["rules"] if one["rule"] == "to_dense"]
+    assert own["matched"] == result.rules["to_dense"].matched == 0
 
 
 def test_a_replacement_may_read_what_it_replaces():
@@ -181,15 +171,6 @@ def test_a_replacement_may_read_what_it_replaces():
     result = nmm.rewrite(lambda x: torch.tanh(x.sin()) + 1, (x,), rules=[rule])
     assert torch.equal(result.graph_module(x), 4 * torch.tanh(x.sin()) + 1)
     assert "neg" not in result.graph_module.code
-
-
-def test_dead_nodes_go():
-    rule = nmm.rule(lambda x: torch.tanh(torch.sin(x)), lambda x: x, name="x")
-    result = nmm.rewrite(
-        lambda x: torch.tanh(x.cos().sin()) * 2, (torch.randn(3, 4),), rules=[rule]
-    )
-    assert "sin" not in result.graph_module.code.replace("cos", "")
-    assert "cos" in result.graph_module.code
 
 
 # -- norms ------------------------------------------------------------------------------------
@@ -227,7 +208,7 @@ def normed(function, dtype):
     return Model(lambda p, x: function(x, p.w, p.b), **parts)
 
 
-def _norms(dtype):
+def _norms():
     rms = nmm.rule(
         lambda x, w, eps=1e-6: F.rms_norm(x, x.shape[-1:], w, eps),
         lambda x, w, eps: F.rms_norm(x, x.shape[-1:], None, eps) * w,
@@ -246,13 +227,9 @@ def _norms(dtype):
 def test_norms_are_found_spelled_out(kind, dtype):
     x = torch.randn(2, 3, 16, dtype=dtype)
     for function in NORMS[kind]:
-        result = nmm.rewrite(normed(function, dtype), (x,), rules=_norms(dtype))
+        result = nmm.rewrite(normed(function, dtype), (x,), rules=_norms(), verify=True)
         assert [m.rule for m in result.matches] == [kind], function
         assert result.matches[0].info["eps"] == 1e-6
-        exact = function(x.double(), *(p.double() for p in (result.original.w, result.original.b)))
-        # Each step rounds once, on values of at most 16**0.5 times the largest weight.
-        bound = 12 * torch.finfo(dtype).eps * 5
-        assert float((result.graph_module(x).double() - exact).detach().abs().max()) <= bound
 
 
 @pytest.mark.parametrize(
@@ -269,7 +246,7 @@ def test_norms_are_found_spelled_out(kind, dtype):
 def test_what_is_no_norm(other):
     x = torch.randn(16, 16)
     model = normed(other, torch.float32)
-    assert not nmm.rewrite(model, (x,), rules=_norms(torch.float32)).matches
+    assert not nmm.rewrite(model, (x,), rules=_norms()).matches
 
 
 # -- proofs and mistakes ----------------------------------------------------------------------
