@@ -33,6 +33,7 @@ from nmm_compiler.prices.ways import (
     ways,
 )
 from nmm_compiler.targets import get
+from nmm_compiler.targets.collective_time import collective_alone_us
 
 SPEC = LowRankSpec(m=64, k=256, r=64, n=256)
 GATED = GatedMLPSpec(m=64, k=256, n=512, gate_r=32, up_r=32, down_r=32)
@@ -201,3 +202,31 @@ def test_what_stands_for_no_dense_product_has_no_dense_time(more):
     found = ways(dataclasses.replace(SPEC, **more), "trn2")
     assert found.dense is None
     assert found.gain is None
+
+
+# Collectives follow the published points.
+
+
+@pytest.mark.parametrize("name", ["trn1", "trn2"])
+def test_published_points_are_met_but_for_the_wait(name):
+    target = get(name)
+    for ranks, size, us in target.collective_points:
+        least = min(point[2] for point in target.collective_points if point[0] == ranks)
+        wait = (prices.WAIT_FACTOR - 1) * math.log2(ranks) / math.log2(prices.WAIT_RANKS) * least
+        assert collective_us("all_reduce", size, ranks, target) == pytest.approx(us + wait)
+
+
+def test_more_bytes_take_longer_and_a_gather_moves_half():
+    target = get("trn2")
+    times = [collective_us("all_reduce", 1 << bits, 4, target) for bits in range(10, 30, 2)]
+    assert times == sorted(times)
+    assert times[-1] > 2 * times[-3]  # beyond the table, in proportion to the bytes
+    half = collective_us("all_reduce", 1 << 23, 4, target)
+    assert collective_us("all_gather", 1 << 24, 4, target) == half
+
+
+@pytest.mark.parametrize("size", [10_240, 32 << 10, 1 << 20])
+def test_64_ranks_of_trn2_take_a_latency_and_the_time_of_their_bytes(size):
+    """The published law: 17.5 us + bytes / 100 GB/s, also between its points."""
+    alone = collective_alone_us(size, 64, get("trn2"))
+    assert alone == pytest.approx(17.5 + size / 1e5, rel=5e-3)  # the points have three digits
