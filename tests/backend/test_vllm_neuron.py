@@ -15,15 +15,14 @@ import types
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.backends import registry
 from torch._ops import HigherOrderOperator
+from toy_models import Model, Pair
 
 import nmm_compiler as nmm
-from nmm_compiler.codegen.emitted_file import with_static_argument
+from nmm_compiler.codegen import build
 from nmm_compiler.device import vllm_neuron
-from nmm_compiler.errors import NeuronSetupError
 from nmm_compiler.simulator.run import simulate
 
 MODULE = "vllm_neuron.nki.nki_hop"
@@ -129,19 +128,10 @@ def neuron(monkeypatch, tmp_path):
     torch._dynamo.reset()
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        for name, shape in {"q": (64, 8, 48), "k": (64, 4, 16), "o": (48, 6, 64)}.items():
-            for factor, (a, b) in zip("ab", ((shape[0], shape[1]), shape[1:]), strict=True):
-                weight = nn.Parameter(torch.randn(b, a) / a**0.5, requires_grad=False)
-                setattr(self, name + factor, weight)
-
-    def forward(self, x):
-        q = F.linear(F.linear(x, self.qa), self.qb)
-        k = F.linear(F.linear(x, self.ka), self.kb)
-        return F.linear(F.linear(torch.tanh(q), self.oa), self.ob), k
+def three_chains():
+    parts = {"q": Pair(64, 8, 48, False), "k": Pair(64, 4, 16, False), "o": Pair(48, 6, 64, False)}
+    model = Model(lambda m, x: (m.o(torch.tanh(m.q(x))), m.k(x)), **parts)
+    return model.requires_grad_(False), torch.randn(2, 5, 64)
 
 
 def calls(gm):
@@ -149,7 +139,7 @@ def calls(gm):
 
 
 def test_a_rewritten_graph_reaches_the_backend(neuron):
-    model, x = Model(), torch.randn(2, 5, 64)
+    model, x = three_chains()
     compiled = torch.compile(
         model, backend=vllm_neuron.wrap(strict=True), options={"compiler_args": "-O1"}
     )
@@ -163,26 +153,16 @@ def test_a_rewritten_graph_reaches_the_backend(neuron):
     assert not any("nmm" in str(node.target) for node in gm.graph.nodes)
     assert nmm.last_report().inner == "vllm_neuron"
     assert len(nmm.last_report().kernels) == 2
-
-
-def test_the_hash_of_a_kernel_is_a_static_argument_of_its_call(neuron):
-    torch.compile(Model(), backend=vllm_neuron.wrap(strict=True))(torch.randn(2, 5, 64))
-    ((gm, _, _),) = neuron
-    sources = {hashlib.sha256(k.source.encode()).hexdigest() for k in _kernels()}
+    # The hash of a kernel is a static argument of its call.
+    sources = {hashlib.sha256(k.source.encode()).hexdigest() for _, k in build._KERNELS.values()}
     for node in calls(gm):
         assert node.kwargs["arg_names"][-1] == vllm_neuron.HASH_ARGUMENT
         assert node.kwargs["args"][-1] in sources
         assert node.kwargs["args"][-1] in str(gm.graph)
 
 
-def _kernels():
-    from nmm_compiler.codegen.build import _KERNELS
-
-    return [kernel for _, kernel in _KERNELS.values()]
-
-
 def test_the_cache_key_changes_with_a_kernels_source_and_with_nothing_else(neuron, monkeypatch):
-    model, x = Model(), torch.randn(2, 5, 64)
+    model, x = three_chains()
     for _ in range(2):
         torch._dynamo.reset()
         torch.compile(model, backend=vllm_neuron.wrap(strict=True))(x)
@@ -199,7 +179,7 @@ def test_the_cache_key_changes_with_a_kernels_source_and_with_nothing_else(neuro
 
 
 def test_install_wraps_what_vllm_calls_by_name(neuron):
-    model, x = Model(), torch.randn(2, 5, 64)
+    model, x = three_chains()
     names = ("vllm_neuron", "vllm_neuron_graph_capture")
     assert vllm_neuron.install(strict=True) == names
     assert vllm_neuron.install(strict=True) == names  # a second time changes nothing
@@ -218,25 +198,15 @@ def test_a_graph_without_chains_is_the_backends_own(neuron):
     assert not calls(gm)
 
 
-def test_without_wrap_nki_the_way_out_is_told(neuron, monkeypatch):
-    monkeypatch.setitem(sys.modules, MODULE, None)
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="install vllm-neuron"):
-        torch.compile(Model(), backend=vllm_neuron.wrap())(torch.randn(2, 5, 64))
-    assert issubclass(NeuronSetupError, RuntimeError)
-
-
-def test_a_symbolic_token_count_is_refused(neuron):
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="dynamic=False"):
-        torch.compile(Model(), backend=vllm_neuron.wrap(), dynamic=True)(torch.randn(2, 5, 64))
-
-
-def test_one_more_argument_is_all_that_changes():
-    kernel = nmm.build_kernel(nmm.LowRankSpec(m=8, k=64, r=8, n=64))
-    changed = with_static_argument(kernel.source, kernel.name, "kernel_sha256")
-    differing = [
-        (a, b)
-        for a, b in zip(kernel.source.splitlines(), changed.splitlines(), strict=True)
-        if a != b
-    ]
-    assert len(differing) == 1
-    assert differing[0][1] == differing[0][0].replace("):", ", kernel_sha256):")
+@pytest.mark.parametrize(
+    ("there", "dynamic", "words"),
+    [(False, False, "install vllm-neuron"), (True, True, "dynamic=False")],
+)
+def test_without_wrap_nki_or_with_a_symbolic_token_count_the_way_out_is_told(
+    neuron, monkeypatch, there, dynamic, words
+):
+    if not there:
+        monkeypatch.setitem(sys.modules, MODULE, None)
+    model, x = three_chains()
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=words):
+        torch.compile(model, backend=vllm_neuron.wrap(), dynamic=dynamic)(x)
