@@ -28,18 +28,23 @@ def low_rank(inputs, outputs, bias=False):
     return LowRankLinear(inputs, R, outputs, bias=bias)
 
 
-def mlp():
-    parts = {"gate": low_rank(K, N), "up": low_rank(K, N), "down": low_rank(N, K)}
-    return Model(lambda p, x: p.down(nn.functional.silu(p.gate(x)) * p.up(x)), **parts)
+def gated(p, x):
+    return p.down(nn.functional.silu(p.gate(x)) * p.up(x))
 
 
-def heads():
-    parts = {name: low_rank(K, n, bias=n == K) for name, n in (("q", N), ("k", K), ("v", K))}
-    return Model(lambda p, x: (p.q(x), p.k(x), p.v(x)), **parts)
+# Of each kind: its function, the sizes of its linears, and the call that it becomes.
+KINDS = {
+    "one": (lambda p, x: p.low(x), {"low": (K, N)}, "lowrank_matmul_scaled"),
+    "mlp": (gated, {"gate": (K, N), "up": (K, N), "down": (N, K)}, "gated_mlp_scaled"),
+    "heads": (lambda p, x: (p.q(x), p.k(x), p.v(x)),
+              {"q": (K, N), "k": (K, K, True), "v": (K, K, True)},
+              "lowrank_matmul_shared_x_scaled"),
+}  # fmt: skip
 
 
 def made(kind, format="fp8", dtype=BF16):
-    model = {"mlp": mlp, "heads": heads, "one": lambda: nn.Sequential(low_rank(K, N))}[kind]()
+    function, sizes, _ = KINDS[kind]
+    model = Model(function, **{name: low_rank(*size) for name, size in sizes.items()})
     model = model.eval().to(dtype)
     quantize_factors(model, format)
     return model, torch.randn(4, K, dtype=dtype)
@@ -62,29 +67,20 @@ def called(result):
     return [str(node.target).split(".")[1] for node in calls_of(result)]
 
 
-CALLS = {
-    "one": ["lowrank_matmul_scaled"],
-    "mlp": ["gated_mlp_scaled"],
-    "heads": ["lowrank_matmul_shared_x_scaled"],
-}
-
-
 @pytest.mark.parametrize("level", ["module", "export", "dynamo"])
-@pytest.mark.parametrize("kind", list(CALLS))
+@pytest.mark.parametrize("kind", KINDS)
 def test_fused_calls_read_the_bytes(kind, level):
     model, x = made(kind)
     with torch.no_grad():
         result = at_level(level, model, x, VERIFIED if level == "dynamo" else {})
-        assert called(result) == CALLS[kind]
-        names = [str(n.target) for n in result.graph_module.graph.nodes]
-        assert not any("clamp" in name or "_to_copy" in name for name in names)
-        assert not any(n.op == "call_method" and n.target in ("to", "clamp")
-                       for n in result.graph_module.graph.nodes)  # fmt: skip
-        (match,) = [m for m in result.matches if m.kind in ("lowrank", "gated_mlp", "shared_x")]
-        assert any("read as stored" in note for note in match.notes)
+    assert called(result) == [KINDS[kind][2]]
+    targets = [str(n.target) for n in result.graph_module.graph.nodes]
+    assert not any("clamp" in t or "_to_copy" in t or t == "to" for t in targets)
+    (match,) = [m for m in result.matches if m.kind in ("lowrank", "gated_mlp", "shared_x")]
+    assert any("read as stored" in note for note in match.notes)
 
 
-@pytest.mark.parametrize("kind", list(CALLS))
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_compiled_model_computes_what_it_did(kind):
     """Reference and kernel in the simulator: roundings of p, h and y to bf16, 2^-9 each."""
     model, x = made(kind)
@@ -97,47 +93,44 @@ def test_a_compiled_model_computes_what_it_did(kind):
             assert float((one - other).detach().norm()) <= most * float(other.detach().norm())
 
 
-def note_of(model, x, **options):
-    result = rewrite(
-        model, (x,), options={"rules": ["lowrank", "gated_mlp", "shared_x"], **options}
-    )
-    assert not any("_scaled" in name for name in called(result))
-    return " ".join(note for match in result.matches for note in match.notes)
+class Wide(QuantizedLinear):
+    """Numbers of which no bound is known."""
+
+    def dequantized(self, dtype):
+        return self.values.view(torch.float8_e4m3fn).to(self.scale.dtype) * self.scale
 
 
-def test_what_is_dequantized_is_said_by_name():
-    model, x = made("one")
-    assert "trn1 has no fp8 kernels; trn2 and trn3 have" in note_of(model, x, target="trn1")
-    model, x = made("one", dtype=torch.float32)
-    assert "x is float32; cast the model to bfloat16" in note_of(model, x)
-    model, x = made("one", "int8")
-    assert "int8 factors are dequantized at each call" in note_of(model, x)
+def unbounded(model):
+    for linear in (model.low.down, model.low.up):
+        linear.__class__ = Wide
 
 
-def test_fp8_numbers_without_a_bound_are_dequantized():
-    class Wide(QuantizedLinear):
-        def dequantized(self, dtype):
-            return self.values.view(torch.float8_e4m3fn).to(self.scale.dtype) * self.scale
-
-    model, x = made("one")
-    for name in ("down", "up"):
-        getattr(model[0], name).__class__ = Wide
-    assert "may lie beyond 240" in note_of(model, x)
+def scaled(model):
+    model.function = lambda p, x: 0.5 * p.low(x)
 
 
-def test_a_scale_behind_the_products_is_said():
-    model, x = made("one")
-
-    scaled = Model(lambda p, x: 0.5 * p.inner(x), inner=model)
-    assert "a scale stands behind the products" in note_of(scaled, x)
-
-
-def test_a_gate_of_other_numbers_is_said():
-    model, x = made("mlp")
+def other_gate(model):
     model.gate = low_rank(K, N).to(BF16)
-    result = rewrite(model, (x,))
-    notes = " ".join(note for match in result.matches for note in match.notes)
-    assert "the call has other weights, too" in notes
+
+
+@pytest.mark.parametrize(
+    ("given", "change", "options", "words"),
+    [
+        (("one",), None, {"target": "trn1"}, "trn1 has no fp8 kernels; trn2 and trn3 have"),
+        (("one", "fp8", torch.float32), None, {}, "x is float32; cast the model to bfloat16"),
+        (("one", "int8"), None, {}, "int8 factors are dequantized at each call"),
+        (("one",), unbounded, {}, "may lie beyond 240"),
+        (("one",), scaled, {}, "a scale stands behind the products"),
+        (("mlp",), other_gate, {}, "the call has other weights, too"),
+    ],
+)
+def test_what_is_dequantized_is_said_by_name(given, change, options, words):
+    model, x = made(*given)
+    if change is not None:
+        change(model)
+    result = rewrite(model, (x,), options=options)
+    assert "lowrank_matmul_scaled" not in called(result)
+    assert words in " ".join(note for match in result.matches for note in match.notes)
 
 
 def test_compressed_models_are_predicted_with_the_bytes_they_have():
@@ -167,21 +160,16 @@ WRITES = {
 
 @pytest.mark.parametrize("name", WRITES)
 def test_factors_that_are_written_in_place_are_not_read_as_stored(name):
-    class Written(nn.Module):
-        def __init__(self):
-            super().__init__()
-            for at, shape in (("u", (R, K)), ("v", (N, R))):
-                stored = (40 * torch.randn(*shape)).to(torch.float8_e4m3fn)
-                self.register_buffer(at, stored)
-                self.register_buffer(f"{at}_scale", torch.rand(shape[0], 1, dtype=BF16))
+    def function(p, x):
+        u = WRITES[name](p.u, p.u_scale)
+        v = p.v.to(BF16).clamp(-240, 240) * p.v_scale
+        return nn.functional.linear(nn.functional.linear(x, u), v)
 
-        def forward(self, x):
-            u = WRITES[name](self.u, self.u_scale)
-            v = self.v.to(BF16).clamp(-240, 240) * self.v_scale
-            return nn.functional.linear(nn.functional.linear(x, u), v)
-
+    weights = {"u_scale": torch.rand(R, 1, dtype=BF16), "v_scale": torch.rand(N, 1, dtype=BF16)}
+    model, x = Model(function, **weights), torch.randn(8, K, dtype=BF16)
+    for at, shape in (("u", (R, K)), ("v", (N, R))):
+        model.register_buffer(at, (40 * torch.randn(*shape)).to(torch.float8_e4m3fn))
     results = Backend({"strict": True})  # to verify would write twice
-    model, x = Written(), torch.randn(8, K, dtype=BF16)
     with torch.no_grad():
         want = copy.deepcopy(model)(x)
         torch.testing.assert_close(torch.compile(model, backend=results)(x), want)

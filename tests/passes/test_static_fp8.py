@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import compiled
+from models import Model, compiled
 from torch import nn
 
 import nmm_compiler as nmm
@@ -65,16 +65,9 @@ def test_a_checkpoint_is_one_call_of_fp8_numbers_and_right_against_float64(m, bi
 
 
 def test_q_k_and_v_share_the_rounding_of_x():
-    class Heads(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.q, self.k = (nn.Linear(K, n, bias=False) for n in (N, 128))
-
-        def forward(self, x):
-            return self.q(x), self.k(x)
-
-    torch.manual_seed(0)
-    model, x = Heads().bfloat16(), torch.randn(2, 4, K, dtype=torch.bfloat16)
+    layers = {"q": nn.Linear(K, N, bias=False), "k": nn.Linear(K, 128, bias=False)}
+    model = Model(lambda p, x: (p.q(x), p.k(x)), **layers).bfloat16()
+    x = torch.randn(2, 4, K, dtype=torch.bfloat16)
     assert load_static_fp8(model, checkpoint(model, x)) == ("q", "k")
     made = nmm.rewrite(model, x, options=OPTIONS)
     assert [one.rule for one in made.matches] == ["static_fp8"] * 2
@@ -82,36 +75,36 @@ def test_q_k_and_v_share_the_rounding_of_x():
 
 
 def test_numbers_beyond_240_are_refused_by_name():
-    class Plain(nn.Module):
-        def __init__(self, clamp):
-            super().__init__()
-            self.clamp = clamp
-            self.register_buffer("w", torch.randn(N, K).to(torch.float8_e4m3fn))
-            self.register_buffer("scale", torch.full((1,), 0.5, dtype=torch.bfloat16))
-
-        def forward(self, x):
-            w, q = self.w.to(x.dtype), (x / 0.5).to(torch.float8_e4m3fn).to(x.dtype)
-            w = w.clamp(-240, 240) if self.clamp else w
-            return nn.functional.linear(q * self.scale, w * self.scale)
+    def plain(p, x):
+        w, q = p.w.to(x.dtype), (x / 0.5).to(torch.float8_e4m3fn).to(x.dtype)
+        w = w.clamp(-240, 240) if p.clamp else w
+        return nn.functional.linear(q * p.scale, w * p.scale)
 
     x = torch.randn(4, K, dtype=torch.bfloat16)
+    model = Model(plain, scale=torch.full((1,), 0.5, dtype=torch.bfloat16))
+    model.register_buffer("w", torch.randn(N, K).to(torch.float8_e4m3fn))
     for clamp, words in ((True, "x may lie beyond 240"), (False, "numbers of float8_e4m3fn may")):
-        made = nmm.rewrite(Plain(clamp), x, options=OPTIONS)
-        refused = [one for one in made.declined if one.rule == "static_fp8"]
-        assert [one.code for one in refused] == ["few_bits"]
-        assert words in refused[0].reason
+        model.clamp = clamp
+        made = nmm.rewrite(model, x, options=OPTIONS)
+        (refused,) = [one for one in made.declined if one.rule == "static_fp8"]
+        assert refused.code == "few_bits"
+        assert words in refused.reason
 
 
-def test_what_is_no_such_checkpoint_is_refused_with_the_values():
+@pytest.mark.parametrize(
+    ("load", "words"),
+    [
+        (lambda state, w, scale: StaticFP8Linear(w.float(), scale, scale), "pass fp8"),
+        (lambda state, w, scale: StaticFP8Linear(w, scale, torch.ones(3)),
+         "input_scale has 3 numbers"),
+        (lambda state, w, scale: load_static_fp8(nn.Sequential(nn.Linear(K, 8)), state),
+         "load the checkpoint of this model"),
+    ],
+)  # fmt: skip
+def test_what_is_no_such_checkpoint_is_refused_with_the_values(load, words):
     _, _, state = loaded(1)
-    weight, scale = state["0.weight"], state["0.weight_scale"]
-    with pytest.raises(ModelError, match="pass fp8"):
-        StaticFP8Linear(weight.float(), scale, scale)
-    with pytest.raises(ModelError, match="input_scale has 3 numbers"):
-        StaticFP8Linear(weight, scale, torch.ones(3))
-    other = nn.Sequential(nn.Linear(K, 8))
-    with pytest.raises(ModelError, match="load the checkpoint of this model"):
-        load_static_fp8(other, state)
+    with pytest.raises(ModelError, match=words):
+        load(state, state["0.weight"], state["0.weight_scale"])
     assert load_static_fp8(nn.Sequential(nn.SiLU()), state) == ()
 
 
