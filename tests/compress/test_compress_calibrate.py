@@ -118,16 +118,22 @@ def test_a_layer_that_sees_only_zeros_gets_the_identity():
     assert torch.equal(regularize(moment).dense(), torch.eye(4, dtype=torch.float64))
 
 
-def test_bad_calibration_is_named():
-    model = stack()
-    with pytest.raises(ModelError, match="no batches"):
-        as_batches(iter(()))
-    with pytest.raises(ModelError, match="int"):
-        as_batches(7)
-    for text in ("a text", ["a text"]):
-        with pytest.raises(ModelError, match="calibration has text"):
-            as_batches(text)
-    bad = tokens(2)
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (iter(()), "no batches"),
+        (7, "int"),
+        ("a text", "calibration has text"),
+        (["a text"], "calibration has text"),
+    ],
+)
+def test_what_is_no_calibration_is_named(given, words):
+    with pytest.raises(ModelError, match=words):
+        as_batches(given)
+
+
+def test_numbers_that_are_not_finite_are_named():
+    model, bad = stack(), tokens(2)
     bad[1][0, 3, 4] = math.nan
     with pytest.raises(ModelError, match=r"input of layers\.0\.q .*NaN.* batch 1"):
         collected(model, bad)

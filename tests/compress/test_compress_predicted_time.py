@@ -9,7 +9,7 @@ from toy_models import Model, llama
 from nmm_compiler.errors import ModelError, OptionTypeError
 from nmm_compiler.lowrank_models.apply import compress
 from nmm_compiler.lowrank_models.config import CompressionConfig
-from nmm_compiler.lowrank_models.predicted_time import Group, Prices, call_us, groups_of
+from nmm_compiler.lowrank_models.predicted_time import Group, Prices, call_us
 from nmm_compiler.lowrank_models.ranks import Shape
 from nmm_compiler.passes.pipeline import explain
 from nmm_compiler.targets import get
@@ -39,26 +39,6 @@ def test_the_calls_that_the_backend_makes_are_the_calls_that_were_priced():
         assert len(made) == 3  # q, k and v; o; the MLP
         assert timed.us == pytest.approx(sum(made))
     assert report.workload[0].us < report.workload[0].dense_us
-
-
-@pytest.mark.parametrize("more", [{"use_cache": False}, {}])
-def test_layers_of_one_call_are_found_in_the_graph(more):
-    model = wide_llama()
-    layers = [
-        Shape(name, m.in_features, m.out_features)
-        for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != "lm_head"
-    ]  # fmt: skip
-    inputs = {"input_ids": torch.zeros(1, 2, dtype=torch.long), **more}
-    groups = groups_of(model, layers, inputs)
-    kinds = [(g.activation, [x.name.split("layers.")[1] for x in g.layers]) for g in groups]
-    for i in range(2):
-        attention, mlp = f"{i}.self_attn.", f"{i}.mlp."
-        three = [attention + name for name in ("q_proj", "k_proj", "v_proj")]
-        assert ("", three) in kinds
-        assert ("", [attention + "o_proj"]) in kinds
-        gated = [mlp + name for name in ("gate_proj", "up_proj", "down_proj")]
-        assert ("silu", gated) in kinds
-    assert len(kinds) == 6
 
 
 def test_times_are_those_of_the_mix():

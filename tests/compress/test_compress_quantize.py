@@ -11,12 +11,10 @@ from toy_models import llama
 from nmm_compiler.errors import FileError, ModelError, OptionTypeError, UnknownNameError
 from nmm_compiler.lowrank_models import hf
 from nmm_compiler.lowrank_models.apply import compress
-from nmm_compiler.lowrank_models.load import load
 from nmm_compiler.lowrank_models.modules import lowrank_layers
 from nmm_compiler.lowrank_models.quantize import quantize_factors
 from nmm_compiler.lowrank_models.recover import recover
 from nmm_compiler.lowrank_models.save import save_factors
-from nmm_compiler.passes.pipeline import rewrite
 from nmm_compiler.targets import get
 
 IDS = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(1))
@@ -26,23 +24,6 @@ def small(dtype=torch.float32):
     model = llama(layers=2, num_key_value_heads=4, dtype=dtype)
     compress(model, 0.2, align=8)
     return model
-
-
-def fused(model):
-    """The kinds of the calls that the MLP of a model's first layer becomes."""
-    layer = model.model.layers[0].mlp
-    return sorted(match.kind for match in rewrite(layer, (torch.randn(4, 64),)).matches)
-
-
-@pytest.mark.parametrize("format", ["int8", "fp8"])
-def test_kernels_are_kept_through_quantizing_saving_and_loading(format, tmp_path):
-    model = small()
-    assert fused(model) == ["gated_mlp"]
-    assert set(quantize_factors(model, format)) == set(lowrank_layers(model))
-    assert model.model.layers[0].mlp.up_proj.down.values.dtype == torch.uint8
-    assert fused(model) == ["gated_mlp"]
-    hf.save(model, tmp_path)
-    assert fused(load(tmp_path)) == ["gated_mlp"]
 
 
 @pytest.mark.parametrize(("name", "format"), [("float8_e4m3", "fp8"), ("int8", "int8")])

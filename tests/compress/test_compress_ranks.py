@@ -1,6 +1,7 @@
 """Rank allocation: legal, within budget, near exhaustive search, and as worked out by hand."""
 
 import itertools
+import random
 
 import pytest
 from hypothesis import given, settings
@@ -60,24 +61,22 @@ def test_uniform_ranks_are_legal_and_meet_the_ratio(dims, ratio, align):
         assert by_shape.setdefault((shape.k, shape.n), ranks[shape.name]) == ranks[shape.name]
 
 
+ENCODER = [Shape("a", 384, 384), Shape("b", 384, 1536), Shape("c", 1536, 384)]
+SQUARE = [Shape("a", 256, 256)]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "ratio", "align"), [(LLAMA, 0.2, 128), (ENCODER, 0.2, 32), (SQUARE, 0.99, 32)]
+)
+def test_a_tile_is_the_largest_that_matrices_have(shapes, ratio, align):
+    assert choose_align(shapes, ratio) == align
+
+
 def test_uniform_ranks_of_llama_are_whole_tiles_near_the_ratio():
-    assert choose_align(LLAMA, 0.2) == 128
     ranks = allocate_uniform(LLAMA, 0.2, 128)
     removed = 1 - kept(LLAMA, ranks) / dense(LLAMA)
     assert 0.2 <= removed <= 0.24
     assert ranks["0.gate"] == ranks["15.up"] == ranks["3.down"] == 1280
-
-
-def test_small_models_get_a_smaller_tile():
-    encoder = [Shape("a", 384, 384), Shape("b", 384, 1536), Shape("c", 1536, 384)]
-    assert choose_align(encoder, 0.2) == 32
-
-
-def test_a_tile_is_one_that_some_matrix_has():
-    square = [Shape("a", 256, 256)]
-    assert choose_align(square, 0.99) == 32
-    with pytest.raises(ModelError, match=r"the smallest in every matrix removes 0\.750"):
-        allocate_uniform(square, 0.99, 32)
 
 
 def brute_force(shapes, losses, ratio, align):
@@ -98,8 +97,6 @@ def brute_force(shapes, losses, ratio, align):
 
 def tails(seed, size):
     """Losses of a random decreasing spectrum: convex, as squared singular values give."""
-    import random
-
     values = sorted((random.Random(seed).random() ** 4 for _ in range(size)), reverse=True)
     return [sum(values[i:]) for i in range(size + 1)]
 
@@ -126,30 +123,20 @@ def test_global_ranks_are_near_the_optimum_and_never_over_budget(dims, ratio, se
     assert best - 1e-12 <= got <= best + step
 
 
-def test_global_ranks_beat_uniform_ones_where_matrices_differ():
-    shapes = [Shape("easy", 64, 64), Shape("hard", 64, 64)]
-    losses = {
-        "easy": [100 * 0.5**i for i in range(64)] + [0.0],
-        "hard": [float(64 - i) for i in range(65)],
-    }
-    ranks = allocate_global(shapes, losses, 0.3, 8)
-    assert ranks["hard"] is None  # dense: where every direction counts
-    assert ranks["easy"] == 8  # what is left of the budget: 0.7 * 8192 - 4096 elements
-    total = losses["easy"][ranks["easy"]]
-    uniform = allocate_uniform(shapes, 0.3, 8)
-    assert total < 0.1 * sum(losses[s.name][uniform[s.name]] for s in shapes)
-
-
-def test_what_no_aligned_rank_can_meet_is_refused_with_a_way_out():
-    with pytest.raises(ModelError, match=r"align=32 .*mlp \[48, 48\].*ranks up to 23.*align=4"):
-        allocate_uniform([Shape("mlp", 48, 48)], 0.2, 32)
-    with pytest.raises(ModelError, match=r"ratio 0.99 cannot be met .*align=128.*removes 0.\d+"):
-        allocate_uniform(LLAMA, 0.99, 128)
-    losses = {s.name: [1.0] * 129 for s in LLAMA}
-    with pytest.raises(ModelError, match="cannot be met"):
-        allocate_global(LLAMA, losses, 0.99, 128)
-    with pytest.raises(ModelError, match="too small"):
-        allocate_uniform([Shape("row", 1, 9)], 0.2, 1)
+@pytest.mark.parametrize(
+    ("shapes", "ratio", "align", "words"),
+    [
+        ([Shape("mlp", 48, 48)], 0.2, 32, r"align=32 .*mlp \[48, 48\].*ranks up to 23.*align=4"),
+        (LLAMA, 0.99, 128, r"ratio 0.99 cannot be met .*align=128.*removes 0.\d+"),
+        (SQUARE, 0.99, 32, r"the smallest in every matrix removes 0\.750"),
+        ([Shape("row", 1, 9)], 0.2, 1, "too small"),
+    ],
+)
+def test_what_no_aligned_rank_can_meet_is_refused_with_a_way_out(shapes, ratio, align, words):
+    with pytest.raises(ModelError, match=words):
+        allocate_uniform(shapes, ratio, align)
+    with pytest.raises(ModelError):
+        allocate_global(shapes, {s.name: [1.0] * (s.k + 1) for s in shapes}, ratio, align)
 
 
 def test_a_stack_counts_as_many_matrices():
@@ -175,20 +162,17 @@ LARGE, SMALL = Shape("large", 64, 64), [Shape("s0", 30, 30), Shape("s1", 30, 30)
 FLAT = {name: [1.0 - r / 64 for r in range(65)] for name in ("large", "s0", "s1")}
 
 
-def test_matrices_that_stay_dense_give_nothing_of_their_share_away():
-    with pytest.raises(ModelError, match="cannot be met"):
-        allocate_uniform([LARGE, *SMALL], 0.6, 16)
-    with pytest.raises(ModelError, match="cannot be met"):
-        allocate_global([LARGE, *SMALL], FLAT, 0.6, 16)
-    assert allocate_uniform([LARGE, *SMALL], 0.5, 16) == {"large": 16, "s0": None, "s1": None}
+def globally(shapes, ratio, align):
+    return allocate_global(shapes, FLAT, ratio, align)
 
 
-def test_half_an_element_over_the_budget_is_over_it():
-    ratio = 1 - 2047.5 / 4096
-    for allocate in (allocate_uniform, lambda *a: allocate_global(a[0], FLAT, *a[1:])):
+@pytest.mark.parametrize("allocate", [allocate_uniform, globally])
+def test_matrices_that_stay_dense_give_nothing_away_and_half_an_element_over_is_over(allocate):
+    for shapes, ratio in (([LARGE, *SMALL], 0.6), ([LARGE], 1 - 2047.5 / 4096)):
         with pytest.raises(ModelError, match="cannot be met"):
-            allocate([LARGE], ratio, 16)
-        assert allocate([LARGE], 0.5, 16) == {"large": 16}
+            allocate(shapes, ratio, 16)
+    assert allocate([LARGE], 0.5, 16) == {"large": 16}
+    assert allocate([LARGE, *SMALL], 0.5, 16) == {"large": 16, "s0": None, "s1": None}
 
 
 def test_the_matrix_that_keeps_the_largest_share_is_shrunk_first():

@@ -14,10 +14,11 @@ from nmm_compiler.lowrank_models.apply import compress
 from nmm_compiler.lowrank_models.recover import recover
 
 
-def pair(dtype=torch.float32):
-    teacher = stack().to(dtype)
+def pair(dtype=torch.float32, teacher=None):
+    """Return a compressed copy of a model, and the model."""
+    teacher = (teacher or stack()).to(dtype)
     model = copy.deepcopy(teacher)
-    compress(model, 0.5, align=4)
+    compress(model, 0.5, align=4, exclude=["head"] if hasattr(teacher, "head") else [])
     return model, teacher
 
 
@@ -58,9 +59,7 @@ def test_a_rate_that_is_too_high_is_cut_until_it_helps():
 
 def test_logits_are_distilled_by_divergence():
     parts = {"body": stack(), "head": nn.Linear(32, 50)}
-    teacher = Model(lambda m, x: {"logits": m.head(m.body(x))}, **parts)
-    model = copy.deepcopy(teacher)
-    compress(model, 0.5, align=4, exclude="head")
+    model, teacher = pair(teacher=Model(lambda m, x: {"logits": m.head(m.body(x))}, **parts))
     report = recover(model, data(), teacher=teacher, steps=60, lr=3e-3)
     assert report.objective == "logits"
     assert report.validation_after < 0.8 * report.validation_before
@@ -123,21 +122,16 @@ def test_bad_input_is_refused(changed, error, text):
     assert all(torch.isfinite(v).all() for v in model.state_dict().values())
 
 
-def speakers():
-    """Models of logits over 40 tokens from embedded ids."""
+def test_labels_need_no_teacher():
+    """Logits over 40 tokens from embedded ids."""
     torch.manual_seed(0)
     parts = {"embed": nn.Embedding(40, 32), "body": stack(), "head": nn.Linear(32, 40)}
-    teacher = ModelOfAnyInputs(
-        lambda m, input_ids: {"logits": m.head(m.body(m.embed(input_ids)))}, **parts
-    )
-    model = copy.deepcopy(teacher)
-    compress(model, 0.5, align=4, exclude="head")
-    return model, teacher
-
-
-def test_labels_need_no_teacher():
     batches = [{"input_ids": torch.arange(20).repeat(2, 1) + i % 3} for i in range(12)]
-    model, _ = speakers()
+    model, _ = pair(
+        teacher=ModelOfAnyInputs(
+            lambda m, input_ids: {"logits": m.head(m.body(m.embed(input_ids)))}, **parts
+        )
+    )
     report = recover(model, batches, steps=60, lr=3e-3)
     ids = batches[-1]["input_ids"]
     with torch.no_grad():

@@ -2,11 +2,10 @@
 
 import copy
 import json
-import os
 
 import pytest
 import torch
-from compress_models import full_disk, stack, unchanged
+from compress_models import stack, unchanged
 from safetensors.torch import save_file
 from toy_models import llama
 
@@ -34,15 +33,6 @@ def test_factors_round_trip_into_a_dense_model(compressed, tmp_path):
     assert load_factors(model, path) == names  # into a low-rank model, too
     assert torch.equal(model(X), compressed(X))
     assert [p.name for p in tmp_path.iterdir()] == ["f.safetensors"]
-
-
-def test_a_full_disk_leaves_the_old_file(compressed, tmp_path):
-    path = tmp_path / "f.safetensors"
-    path.write_bytes(b"old")
-    with full_disk(), pytest.raises(OSError, match=r"f\.safetensors"):
-        save_factors(compressed, path)
-    assert path.read_bytes() == b"old"
-    assert os.listdir(tmp_path) == ["f.safetensors"]
 
 
 @pytest.mark.parametrize(
