@@ -195,7 +195,7 @@ def finish_columns(dst, src, epilogue: Epilogue, tile, place, start, turn):
     elif epilogue.scales == "tensor":
         s_tile = epilogue.scale[0:rows, 0:1]
     else:
-        s_tile = epilogue.scale if epilogue.scales == "factor" else 1.0
+        s_tile = epilogue.scale
     if epilogue.normed:
         add_squares(epilogue.squares, src, tile, start)
     if epilogue.scales == "group":
@@ -205,37 +205,56 @@ def finish_columns(dst, src, epilogue: Epilogue, tile, place, start, turn):
         scaled = nl.ndarray(src.shape, dtype=nl.float32, buffer=nl.sbuf)
         of_tokens = epilogue.scale[0:rows, start:stop]
         nisa.tensor_tensor(dst=scaled, data1=src, data2=of_tokens, op=nl.multiply)
-        shape_columns(dst, scaled, 1.0, b_tile, epilogue, turn)
+        shape_columns(dst, scaled, None, False, b_tile, epilogue, turn)
     elif epilogue.gated:
-        gate = epilogue.gate[0:rows, place, start:stop]
-        if epilogue.has_bias and epilogue.scales != "":
-            value = nl.ndarray(src.shape, dtype=nl.float32, buffer=nl.sbuf)
-            shape_columns(value, src, s_tile, b_tile, epilogue, turn)
-            nisa.tensor_tensor(dst=dst, data1=value, data2=gate, op=nl.multiply)
-        elif epilogue.has_bias:
-            nisa.scalar_tensor_tensor(
-                dst=dst, data=src, op0=nl.add, operand0=b_tile, op1=nl.multiply, operand1=gate
-            )
-        else:
-            nisa.scalar_tensor_tensor(
-                dst=dst, data=src, op0=nl.multiply, operand0=s_tile, op1=nl.multiply, operand1=gate
-            )
+        multiply_columns(
+            dst, src, s_tile, b_tile, epilogue.gate[0:rows, place, start:stop], epilogue
+        )
     else:
-        shape_columns(dst, src, s_tile, b_tile, epilogue, turn)
+        shape_columns(dst, src, s_tile, epilogue.scales != "", b_tile, epilogue, turn)
 
 
-def shape_columns(dst, src, scale, bias, epilogue: Epilogue, turn):
+def shape_columns(dst, src, scale, scaled, bias, epilogue: Epilogue, turn):
     """Write activation(scale src + bias), scale and bias per partition."""
     if epilogue.activation != "identity":
-        nisa.activation(dst=dst, op=epilogue.op, data=src, scale=scale, bias=bias)
-    elif epilogue.has_bias:
+        if scaled and epilogue.has_bias:
+            nisa.activation(dst=dst, op=epilogue.op, data=src, scale=scale, bias=bias)
+        elif scaled:
+            nisa.activation(dst=dst, op=epilogue.op, data=src, scale=scale)
+        elif epilogue.has_bias:
+            nisa.activation(dst=dst, op=epilogue.op, data=src, bias=bias)
+        else:
+            nisa.activation(dst=dst, op=epilogue.op, data=src)
+    elif scaled and epilogue.has_bias:
         nisa.tensor_scalar(
             dst=dst, data=src, op0=nl.multiply, operand0=scale, op1=nl.add, operand1=bias
         )
-    elif epilogue.scales != "" and epilogue.scales != "token":
+    elif epilogue.has_bias:
+        nisa.tensor_scalar(dst=dst, data=src, op0=nl.add, operand0=bias)
+    elif scaled:
         evict_scaled(dst, src, scale, turn)
     else:
         evict(dst, src, turn)
+
+
+def multiply_columns(dst, src, scale, bias, gate, epilogue: Epilogue):
+    """Write (scale src + bias) gate, scale and bias per partition."""
+    if epilogue.scales and epilogue.has_bias:
+        value = nl.ndarray(src.shape, dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_scalar(
+            dst=value, data=src, op0=nl.multiply, operand0=scale, op1=nl.add, operand1=bias
+        )
+        nisa.tensor_tensor(dst=dst, data1=value, data2=gate, op=nl.multiply)
+    elif epilogue.scales:
+        nisa.scalar_tensor_tensor(
+            dst=dst, data=src, op0=nl.multiply, operand0=scale, op1=nl.multiply, operand1=gate
+        )
+    elif epilogue.has_bias:
+        nisa.scalar_tensor_tensor(
+            dst=dst, data=src, op0=nl.add, operand0=bias, op1=nl.multiply, operand1=gate
+        )
+    else:
+        nisa.tensor_tensor(dst=dst, data1=src, data2=gate, op=nl.multiply)
 
 
 def evict_scaled(dst, src, scale, turn):
