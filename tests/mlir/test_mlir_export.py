@@ -14,6 +14,7 @@ import torch
 from mlir_golden import GOLDENS, golden_text
 from mlir_models import MODELS, exported, llama_mlp, lora_call, one
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from toy_models import Model
 
 import nmm_compiler.ops.registration  # noqa: F401  (defines torch.ops.nmm)
@@ -117,15 +118,8 @@ def test_attributes_say_what_the_kernel_is() -> None:
     torch_form = export_mlir(*lora_call(), dialect="torch", sources=False)
     (kernel,) = torch_form.kernels
     spec = kernel.spec
-    assert {key: spec[key] for key in ("m", "k", "r", "n", "base", "bias", "scale")} == {
-        "m": 6,
-        "k": 32,
-        "r": 4,
-        "n": 48,
-        "base": True,
-        "bias": True,
-        "scale": 2.0,
-    }
+    said = {"m": 6, "k": 32, "r": 4, "n": 48, "base": True, "bias": True, "scale": 2.0}
+    assert {key: spec[key] for key in said} == said
     # the op takes x, u, v, bias, w; the NKI function x, u, v, w, bias
     assert kernel.operands == (0, 1, 2, 4, 3)
     declaration = next(line for line in torch_form.text.splitlines() if "nmm.spec" in line)
@@ -137,24 +131,16 @@ def test_attributes_say_what_the_kernel_is() -> None:
     assert json.loads(written.group(1).replace("\\22", '"')) == spec
 
 
-class Op(nn.Module):
-    """A module that is one call of an op; weights are its parameters, by place in the arguments."""
+def one_call(op: Any, shapes: Any, keywords: dict[str, Any]) -> Model:
+    """Return a model that is one call of an op; its arguments are weights of these shapes."""
+    flat, tree = pytree.tree_flatten(shapes, is_leaf=lambda s: s is None or isinstance(s, tuple))
+    weights = {f"w{i}": shape for i, shape in enumerate(flat) if shape is not None}
 
-    def __init__(self, op: Any, shapes: Any, keywords: dict[str, Any]) -> None:
-        super().__init__()
-        self.op, self.shapes, self.keywords = op, shapes, keywords
-        flat = [s for entry in shapes for s in (entry if isinstance(entry, list) else [entry])]
-        self.weights = nn.ParameterList([torch.randn(s) for s in flat if s is not None])
+    def function(m: Any, x: Tensor) -> Any:
+        args = pytree.tree_unflatten([getattr(m, f"w{i}", None) for i in range(len(flat))], tree)
+        return op(x, *args, **keywords)
 
-    def forward(self, x: Tensor) -> Any:
-        left = iter(self.weights)
-        args = [
-            [None if s is None else next(left) for s in entry]
-            if isinstance(entry, list)
-            else (None if entry is None else next(left))
-            for entry in self.shapes
-        ]
-        return self.op(x, *args, **self.keywords)
+    return Model(function, **weights)
 
 
 OPS = {
@@ -170,12 +156,12 @@ OPS = {
 @pytest.mark.parametrize("name", OPS)
 def test_every_op_is_one_call(name: str, dialect: str, mode: str) -> None:
     shapes, keywords = OPS[name]
-    model = Op(getattr(torch.ops.nmm, name), shapes, keywords)
+    model = one_call(getattr(torch.ops.nmm, name), shapes, keywords)
     module = export_mlir(model, (torch.randn(4, 16),), dialect=dialect, kernels=mode, sources=False)
     (kernel,) = module.kernels
     assert kernel.op == name
     used = {*kernel.operands}
-    assert used == set(range(len(model.weights) + 1))
+    assert used == set(range(len(list(model.parameters())) + 1))
     assert kernel_calls(module) == [kernel.name]
     parses_back(module.text, dialect, 1)
 
@@ -261,21 +247,17 @@ def test_an_exported_program_and_a_graph_module_can_be_given() -> None:
     assert export_mlir(graph, (inputs["x"],), sources=False).text == expected
 
 
-class Branching(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x if x.sum() > 0 else -x
+class Branching(Model):
+    """A model whose forward has a condition on its input."""
 
 
-class Counting(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("count", torch.zeros(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.count.add_(1)
-        return x + self.count
+class Counting(Model):
+    """A model that writes into a buffer."""
 
 
+BRANCHING = Branching(lambda m, x: x if x.sum() > 0 else -x)
+COUNTING = Counting(lambda m, x: x + m.count.add_(1))
+COUNTING.register_buffer("count", torch.zeros(1))
 X = torch.randn(4, 16)
 ODD = Model(lambda m, x: torch.special.bessel_j1(m.low(x)), low=one()[0].low).eval()
 
@@ -291,8 +273,8 @@ ODD = Model(lambda m, x: torch.special.bessel_j1(m.low(x)), low=one()[0].low).ev
         (3, (), {}, ModelError, "cannot export int"),
         (one()[0], 3, {}, ModelError, "pass a tensor, a tuple"),
         (ODD, X, {"dialect": "linalg"}, ModelError, r'bessel_j1.*node "special_bessel_j1"'),
-        (Branching(), X, {}, ModelError, r"torch\.export cannot trace Branching"),
-        (Counting(), X, {}, ModelError, "changes count in place"),
+        (BRANCHING, X, {}, ModelError, r"torch\.export cannot trace Branching"),
+        (COUNTING, X, {}, ModelError, "changes count in place"),
         (nn.Linear(16, 4, device="meta"), X, {}, ModelError, r"to_empty\(device='cpu'\)"),
     ],
 )
@@ -303,11 +285,13 @@ def test_what_cannot_be_exported_is_named(
         export_mlir(model, inputs, sources=False, **keywords)
 
 
-def test_a_model_without_chains_is_exported_without_calls() -> None:
+def test_a_model_without_chains_has_no_calls_and_no_source_directory(tmp_path: Path) -> None:
     model = nn.Linear(4, 4, device="meta").eval().to_empty(device="cpu")
     module = export_mlir(model, (torch.randn(2, 4),))
     assert module.kernels == ()
     parses_back(module.text, "stablehlo", 0)
+    module.save(tmp_path / "plain.mlir")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["plain.manifest.json", "plain.mlir"]
 
 
 def test_a_missing_torch_mlir_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,9 +358,3 @@ def test_stablehlo_can_be_read_by_older_versions(module: MLIRModule) -> None:
     artifact = stablehlo.serialize_portable_artifact_str(module.text, "1.3.0")
     text = str(stablehlo.deserialize_portable_artifact_str(artifact))
     assert module.kernels[0].name in text
-
-
-def test_a_module_without_kernels_has_no_source_directory(tmp_path: Path) -> None:
-    plain = export_mlir(nn.Linear(4, 4).eval(), (torch.randn(2, 4),))
-    plain.save(tmp_path / "plain.mlir")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["plain.manifest.json", "plain.mlir"]
