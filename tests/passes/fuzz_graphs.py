@@ -1,15 +1,14 @@
 """Random graphs around low-rank chains, for the fuzzer and for whoever wants to replay a seed.
 
-`build(seed)` returns a GraphModule over torch functions, methods and ATen overloads, its input, and
-the sum of contraction lengths, from which the test derives its tolerance. Weights have spectral
-norm at most 1, so that rounding errors are not amplified from product to product.
+`build(seed)` returns a GraphModule over torch functions, methods and ATen overloads, and its input.
+Weights have spectral norm at most 1, so that rounding errors are not amplified from product to
+product.
 """
 
 from __future__ import annotations
 
 import operator
 import random
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -18,20 +17,11 @@ from torch import fx, nn
 aten = torch.ops.aten
 
 
-@dataclass
-class Program:
-    """A random graph and its input; length is the sum of all contraction lengths, and of ops."""
-
-    module: fx.GraphModule
-    x: torch.Tensor
-    length: int
-
-
 class Builder:
     """Adds random operations; `values` holds what each node computes."""
 
-    def __init__(self, seed: int, stored: torch.dtype, computed: torch.dtype) -> None:
-        self.stored, self.computed = stored, computed
+    def __init__(self, seed: int, dtype: torch.dtype) -> None:
+        self.dtype = dtype
         self.rng = random.Random(seed)
         # Drawn apart, so that a seed's other choices stay what they were before these existed.
         self.third = random.Random(seed ^ 0x5EED)
@@ -40,7 +30,6 @@ class Builder:
         self.root = nn.Module()
         self.graph = fx.Graph()
         self.values: dict[fx.Node, torch.Tensor] = {}
-        self.length = 0
         self.count = 0
 
     # -- parts --------------------------------------------------------------------------------
@@ -49,16 +38,13 @@ class Builder:
         data = torch.randn(*shape, generator=self.generator)
         if len(shape) == 2:
             data = data / torch.linalg.matrix_norm(data, 2)
-        data = self.rounded(data)
+        data = data.to(self.dtype)
         name = f"p{self.count}"
         self.count += 1
         self.root.register_parameter(name, nn.Parameter(data, requires_grad=False))
         node = self.graph.get_attr(name)
         self.values[node] = getattr(self.root, name).detach()
         return node
-
-    def rounded(self, data: torch.Tensor) -> torch.Tensor:
-        return data.to(self.stored).to(self.computed)
 
     def add(self, kind: str, target, *args, **kwargs) -> fx.Node:
         real = fx.node.map_arg((args, kwargs), lambda n: self.values[n])
@@ -68,7 +54,6 @@ class Builder:
             value = target(*real[0], **real[1])
         node = self.graph.create_node(kind, target, args, kwargs)
         self.values[node] = value
-        self.length += 1
         return node
 
     def f(self, target, *args, **kwargs) -> fx.Node:
@@ -85,7 +70,6 @@ class Builder:
     def product(self, x: fx.Node, n: int) -> fx.Node:
         shape = self.shape(x)
         k = shape[-1]
-        self.length += k
         w, stored = self.parameter(k, n), self.parameter(n, k)
         ways = {
             0: lambda: self.f(operator.matmul, x, w),
@@ -121,7 +105,7 @@ class Builder:
             7: lambda: self.f(operator.add, x, self.parameter(n)),
             8: lambda: self.f(operator.truediv, x, 4.0),
             9: lambda: self.f(F.dropout, x, 0.3, False),
-            10: lambda: self.m("to", x, self.computed),
+            10: lambda: self.m("to", x, self.dtype),
             11: lambda: self.f(rng.choice([torch.relu, F.silu, torch.tanh]), x),
             14: lambda: self.m(rng.choice(["mul_", "add_"]), x, 0.5),
             15: lambda: self.written(x, self.f(operator.setitem, x, 0, 0.25)),
@@ -173,7 +157,6 @@ class Builder:
         """Add forms that commute, repeat or add up; drawn apart."""
         rng, shape = self.third, self.shape(x)
         k, n, r = shape[-1], rng.randint(10, 20), rng.choice([1, 2, 3])
-        self.length += 4 * (k + r)
 
         def linear(y: fx.Node, outputs: int) -> fx.Node:
             return self.f(F.linear, y, self.parameter(outputs, self.shape(y)[-1]))
@@ -199,7 +182,7 @@ class Builder:
             return self.join(ys)
         if pick == 3:  # weights that are made of constants
             u = self.f(operator.mul, self.parameter(r, k), self.parameter(r, 1))
-            v = self.m("to", self.m("double", self.parameter(n, r)), self.computed)
+            v = self.m("to", self.m("double", self.parameter(n, r)), self.dtype)
             return self.f(F.linear, self.f(F.linear, x, u), v)
         residual = linear(x, n)  # an addend that stays outside, and a reader of its transpose
         if len(shape) != 2:
@@ -232,14 +215,12 @@ class Builder:
         return total
 
 
-def build(
-    seed: int, dtype: torch.dtype = torch.float32, computed: torch.dtype | None = None
-) -> Program:
-    """Return the program of a seed; weights and x are rounded to `dtype`, then computed with."""
-    b = Builder(seed, dtype, computed or dtype)
+def build(seed: int, dtype: torch.dtype = torch.float32) -> tuple[fx.GraphModule, torch.Tensor]:
+    """Return the graph of a seed, and its input."""
+    b = Builder(seed, dtype)
     rng = b.rng
     shape = rng.choice([(4, 12), (6, 16), (2, 3, 12), (2, 5, 16), (1, 4, 12), (1, 16)])
-    x = b.rounded(torch.randn(*shape, generator=b.generator))
+    x = torch.randn(*shape, generator=b.generator).to(dtype)
     node = b.graph.placeholder("x")
     b.values[node] = x.clone()
     pool = [node]
@@ -278,5 +259,4 @@ def build(
             continue
     outputs = [pool[-1]] + [p for p in pool[:-1] if rng.random() < 0.2]
     b.graph.output((*outputs, *dict.fromkeys(b.outputs)))
-    module = fx.GraphModule(b.root, b.graph)
-    return Program(module, x, b.length)
+    return fx.GraphModule(b.root, b.graph), x
