@@ -52,3 +52,27 @@ def llama(hidden=64, inner=128, layers=1, vocabulary=64, **more):
         vocab_size=vocabulary, **sizes,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config).to(dtype).eval()
+
+
+EXPERTS = {
+    "Mixtral": {"num_local_experts": 4},
+    "Qwen3Moe": {"num_experts": 4, "moe_intermediate_size": 48, "head_dim": 8},
+    "GptOss": {"num_local_experts": 4, "head_dim": 8},
+    "DeepseekV3": {
+        "n_routed_experts": 4, "moe_intermediate_size": 96, "n_shared_experts": 1, "n_group": 2,
+        "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4,
+    },
+}  # fmt: skip
+
+
+def experts_model(kind, **sizes):
+    """Return a mixture of four experts of random weights, of which two are chosen, in eval mode."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    shared = {
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2,
+    }  # fmt: skip
+    config = getattr(transformers, f"{kind}Config")(**(shared | EXPERTS[kind] | sizes))
+    return getattr(transformers, f"{kind}ForCausalLM")(config).eval()

@@ -1,7 +1,6 @@
 """Weights of few bits with a low-rank branch: errors, bytes, ranks, saving, and what is refused."""
 
 import copy
-import re
 import types
 
 import pytest
@@ -12,13 +11,12 @@ from toy_models import llama
 
 import nmm_compiler as nmm
 from nmm_compiler.errors import (
-    FileError,
     ModelError,
     OptionTypeError,
     ShapeError,
 )
 from nmm_compiler.kernels.packed_formats import FORMATS, dequantize
-from nmm_compiler.lowrank_models import hf, quantize
+from nmm_compiler.lowrank_models import quantize
 from nmm_compiler.lowrank_models.apply import calibrate, compress, count_bytes
 from nmm_compiler.lowrank_models.modules import LowRankLinear
 from nmm_compiler.lowrank_models.quantize import (
@@ -34,22 +32,17 @@ def small(dtype=torch.float32):
     return llama(layers=2, num_key_value_heads=4, dtype=dtype)
 
 
+@torch.no_grad()
 def outputs(model, batches):
     """The inputs and outputs of each linear of `stack` over batches: {name: (x, y)}."""
     found = {}
-    hooks = [
-        module.register_forward_hook(
-            lambda module, x, y, name=name: found.setdefault(name, []).append((x[0], y))
-        )
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-    ]
-    with torch.no_grad():
-        for batch in batches:
-            model(batch)
-    for hook in hooks:
-        hook.remove()
-    return {n: [torch.cat(part) for part in zip(*pairs, strict=True)] for n, pairs in found.items()}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(
+                lambda module, x, y, name=name: found.update({name: (x[0], y)})
+            )
+    model(torch.cat(batches))
+    return found
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -85,20 +78,6 @@ def test_reported_errors_are_those_of_the_outputs(method, rank):
         assert (layer.rank, layer.base) == (rank, "mxfp4")
         kind = LowRankLinear if rank else QuantizedLinear
         assert isinstance(new, kind)
-
-
-def test_a_branch_mends_more_where_it_knows_the_inputs():
-    batches = tokens(width=128)
-    errors = []
-    for keywords in ({"rank": 0}, {"rank": 16, "method": "svd"}, {"rank": 16, "data": True}):
-        model = stack(width=128, inner=192)
-        original = copy.deepcopy(model)
-        data = batches if keywords.pop("data", False) else None
-        compress(model, base="mxfp4", calibration=data, **keywords)
-        with torch.no_grad():
-            off = [(model(x) - original(x)).norm() / (original(x) - x).norm() for x in batches]
-        errors.append(float(sum(off)))
-    assert errors[2] < 0.7 * errors[1] < 0.7 * errors[0]
 
 
 @pytest.mark.parametrize(
@@ -275,18 +254,3 @@ def test_packed_weights_are_refused_where_nothing_cuts_or_reads_them(base):
     else:
         with pytest.raises(ModelError, match=r"mxfp4 weights .* predict the dense model"):
             nmm.predict(model, price="closed_form")
-
-
-@pytest.mark.parametrize(("key", "rank"), [("base.values", 8), ("down.weight", 8), ("scale", 0)])
-def test_a_base_that_the_files_lack_is_an_error_and_not_zeros(key, rank, tmp_path):
-    from safetensors.torch import load_file, save_file
-
-    transformers = pytest.importorskip("transformers")
-    model = small()
-    compress(model, base="mxfp4", rank=rank)
-    hf.save(model, tmp_path)
-    (file,) = tmp_path.glob("*.safetensors")
-    name = next(name for name in model.state_dict() if name.endswith(f"proj.{key}"))
-    save_file({k: v for k, v in load_file(file).items() if k != name}, file, {"format": "pt"})
-    with pytest.raises(FileError, match=f"the weights have no {re.escape(name)}"):
-        transformers.AutoModelForCausalLM.from_pretrained(tmp_path)

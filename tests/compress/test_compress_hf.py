@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import pickle
+import re
 
 import pytest
 import torch
@@ -217,15 +218,32 @@ def test_saved_layers_that_are_none_are_refused_by_name(fields, text, saved_llam
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_factor_is_refused_and_dropped_ranks_do_not_load(saved_llama, tmp_path):
-    file = tmp_path / "a" / "model.safetensors"
-    tensors = load_file(file)
+def test_dropped_ranks_do_not_load(saved_llama, tmp_path):
+    tensors = load_file(tmp_path / "a" / "model.safetensors")
     assert tensors["model.layers.0.mlp.up_proj.weight"].shape == (1,)
-    key = "model.layers.1.mlp.up_proj.down.weight"
-    save_file({k: v for k, v in tensors.items() if k != key}, file, {"format": "pt"})
-    with pytest.raises(FileError, match=rf"no {key} \["):
-        load_llama(tmp_path / "a")
-    save_file(tensors, file, {"format": "pt"})
     edit(tmp_path / "a", lambda said: said["ranks"].pop("model.layers.1.mlp.up_proj"))
     with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):  # by the guard
         load_llama(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("options", "end"),
+    [
+        (PLAIN, "up_proj.down.weight"),
+        (FORMATS[0], "proj.base.values"),
+        (FORMATS[0], "proj.down.weight"),
+        ({"base": "mxfp4", "rank": 0}, "proj.scale"),
+    ],
+    ids=str,
+)
+def test_a_tensor_that_the_files_lack_is_named_and_not_zeros(options, end, tmp_path):
+    _, model = make("llama")
+    compress(model, **options)
+    hf.save(model, tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    name = max(name for name in tensors if name.endswith(end))
+    save_file({k: v for k, v in tensors.items() if k != name}, file, {"format": "pt"})
+    for way in (load, load_llama):
+        with pytest.raises(FileError, match=re.escape(name)):
+            way(tmp_path)
