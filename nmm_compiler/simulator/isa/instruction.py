@@ -210,8 +210,8 @@ class instruction:  # noqa: N801 - a decorator, written as one
         reads, writes = map(values.get, self.reads), map(values.get, self.writes)
         return machine.record(
             self.op, engine,
-            tuple([v._access or v.access() for v in reads if v.__class__ is NkiTensor]),
-            tuple([v._access or v.access() for v in writes if v.__class__ is NkiTensor]),
+            tuple([v.access() for v in reads if v.__class__ is NkiTensor]),
+            tuple([v.access() for v in writes if v.__class__ is NkiTensor]),
             attributes, name, kind,
         )  # fmt: skip
 
@@ -221,19 +221,19 @@ class instruction:  # noqa: N801 - a decorator, written as one
         It holds the geometry of each tensor, where tensors of one storage lie to each other, and
         the class and value of each other argument that is given.
         """
-        key: list[Any] = [self.op]
+        key: list[Any] = [self.op, *values]
         views: list[NkiTensor] = []
         storages: list[Storage] = []
-        for role, value in values.items():
+        for value in values.values():
             kind = value.__class__
             if kind is NkiTensor:
                 if value.indirection is not None:
                     return None
                 views.append(value)
                 storages.append(value.storage)
-                key += role, value.geometry
+                key.append(value.geometry)
             else:
-                key += role, kind, _key_of(value) if kind in _SEQUENCES else value
+                key += kind, _key_of(value) if kind in _SEQUENCES else value
         if len(set(storages)) < len(storages):
             for storage, view in zip(storages, views, strict=True):
                 first = storages.index(storage)

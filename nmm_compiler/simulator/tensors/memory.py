@@ -20,7 +20,7 @@ from nmm_compiler.errors import HazardError, OnChipCapacityError, OperandError
 from nmm_compiler.simulator.machine import Machine, kernel_frame
 from nmm_compiler.simulator.tensors.dtypes import DType
 from nmm_compiler.simulator.tensors.elements import Marks
-from nmm_compiler.simulator.trace import Allocation
+from nmm_compiler.simulator.trace import Access, Allocation
 
 _SHARED = "shared_hbm"
 _SHOWN = 12  # live tensors that a message names
@@ -29,6 +29,7 @@ _SHOWN = 12  # live tensors that a message names
 class Storage:
     """One allocation in HBM, SBUF or PSUM.
 
+    accesses: of its views, by their geometry and where they begin.
     raw: the bytes (None in timing mode). line: the kernel's line that allocates it, if known.
     unwritten: which elements were never written, or depend on such; None when there are none.
     writers: who wrote each element of PSUM last; None if nobody.
@@ -47,6 +48,7 @@ class Storage:
         raw: Any = None,
         line: int = -1,
     ) -> None:
+        self.accesses: dict[Any, Access] = {}
         self.name = name
         self.region = region
         self.memory = memory

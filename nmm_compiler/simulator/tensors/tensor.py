@@ -62,7 +62,7 @@ class NkiTensor(NKIObject):
     """A view of a tensor in HBM, SBUF or PSUM."""
 
     __slots__ = (
-        "_access", "dtype", "geometry", "indirection", "moved", "offset", "shape", "storage",
+        "dtype", "geometry", "indirection", "moved", "offset", "shape", "storage",
         "strides",
     )  # fmt: skip
 
@@ -82,7 +82,6 @@ class NkiTensor(NKIObject):
         self.offset = offset
         self.indirection: Any = indirection
         self.moved = moved
-        self._access: Access | None = None
 
     # Attributes that a kernel may read
 
@@ -505,17 +504,20 @@ class NkiTensor(NKIObject):
         )
 
     def access(self) -> Access:
-        """Return the record of the region for the trace."""
-        access = self._access
+        """Return the record of the region for the trace, one for all views of it."""
+        geometry, offset = self.geometry, None if self.indirection is not None else self.offset
+        known = self.storage.accesses
+        access = known.get((geometry, offset))
         if access is None:
-            geometry, item = self.geometry, self.dtype.item_bytes
-            start, stop, dense = self.offset * item + geometry.base, geometry.extent, geometry.dense
-            if self.indirection is not None:
-                start, stop = 0, self.storage.bytes_per_partition
-                dense = contiguous_run(geometry.pattern, item) >= stop
-            access = self._access = Access(
+            item = self.dtype.item_bytes
+            if offset is None:
+                start, extent = 0, self.storage.bytes_per_partition
+            else:
+                start, extent = offset * item + geometry.base, geometry.extent
+            access = known[geometry, offset] = Access(
                 self.storage.identity, geometry.memory, geometry.first, geometry.stop, start,
-                start + stop, geometry.pattern, self.dtype, item, dense,
+                start + extent, geometry.pattern, self.dtype, item,
+                contiguous_run(geometry.pattern, item) >= extent,
             )  # fmt: skip
         return access
 

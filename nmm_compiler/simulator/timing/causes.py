@@ -156,7 +156,7 @@ def waits(timeline: Timeline) -> dict[str, dict[str, float]]:
     """
     found: dict[str, dict[str, float]] = {}
     free: dict[str, float] = collections.defaultdict(float)
-    for held in sorted(timeline.of_kind("engine"), key=lambda held: held.stop):
+    for held in sorted(timeline.by_kind["engine"], key=lambda held: held.stop):
         engine = str(held.row)
         kinds, idle = found.setdefault(engine, {}), held.start - free[engine]
         if idle > _SAME_US:

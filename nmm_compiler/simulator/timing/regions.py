@@ -120,16 +120,16 @@ class Region:
     def look(self) -> None:
         """Find the regions near it among those that were used since it looked last."""
         used, access = self.storage.used, self.access
-        if self.seen < len(used):
-            start, stop = access.byte_start, access.byte_stop
-            for first, behind, other in used[self.seen :]:
-                if first < stop and start < behind and overlaps(other.access, access):
-                    self.near.append(other)
-            self.seen = len(used)
+        start, stop = access.byte_start, access.byte_stop
+        for first, behind, other in used[self.seen :]:
+            if first < stop and start < behind and overlaps(other.access, access):
+                self.near.append(other)
+        self.seen = len(used)
 
     def written(self, use: Use) -> None:
         """Remember a write, and forget what it covers."""
-        self.look()
+        if self.seen < len(self.storage.used):
+            self.look()
         for other in self.near:
             if covers(self.access, other.access):
                 other.uses.clear()
@@ -151,8 +151,9 @@ class Region:
 class Storage:
     """What the timing pass knows of one allocation.
 
-    regions: those that instructions have touched; kernels touch the same ones again and again, so
-    which of them overlap is found once. used: those that have had a use, with their bytes.
+    regions: by the identity of their access, of which a trace has one for each region; kernels
+    touch the same ones again and again, so which of them overlap is found once. used: those that
+    have had a use, with their bytes.
     end: end of the last access so far, by `user`.
     floor: when its memory is free, negative before first use; `freed_by` frees it.
     place: all of its bytes in its memory, of a tensor that lies at an address or in one buffer.
@@ -162,7 +163,7 @@ class Storage:
 
     def __init__(self, last_write: int, last_use: int, size: int) -> None:
         self.last_write, self.last_use, self.size = last_write, last_use, size
-        self.regions: dict[tuple[Any, ...], Region] = {}
+        self.regions: dict[int, Region] = {}
         self.used: list[tuple[int, int, Region]] = []
         self.user: Booking | None = None
         self.freed_by: Booking | None = None
@@ -174,10 +175,9 @@ class Storage:
 
     def region(self, access: Access) -> Region:
         """Return the region of an access; it knows all used ones that it overlaps."""
-        key = access.partition_start, access.partition_stop, access.byte_start, access.pattern
-        region = self.regions.get(key)
+        region = self.regions.get(id(access))
         if region is None:
-            region = self.regions[key] = Region(self, access)
+            region = self.regions[id(access)] = Region(self, access)
         if region.seen < len(self.used):
             region.look()
         return region

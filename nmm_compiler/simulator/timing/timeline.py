@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 
@@ -92,9 +93,14 @@ class Timeline:
         """Return the booking that gives an instruction's result."""
         return max(self.bookings[index], key=lambda held: held.stop)
 
-    def of_kind(self, kind: str) -> list[Booking]:
-        """Return the bookings of a kind."""
-        return [held for several in self.bookings for held in several if held.kind == kind]
+    @functools.cached_property
+    def by_kind(self) -> dict[str, list[Booking]]:
+        """The bookings of each kind."""
+        found: dict[str, list[Booking]] = collections.defaultdict(list)
+        for several in self.bookings:
+            for held in several:
+                found[held.kind].append(held)
+        return found
 
     @functools.cached_property
     def latency_us(self) -> float:
@@ -109,11 +115,11 @@ class Timeline:
         """
         spans: dict[str, Spans] = {name: [] for name in ENGINES}
         last_us = (self.target.dma_engines - 1) * stagger_us(self.target)
-        for held in self.of_kind("engine"):
+        for held in self.by_kind["engine"]:
             spans[str(held.row)] += [(held.start, self.end[held.index])]
-        for held in self.of_kind("table"):
+        for held in self.by_kind["table"]:
             spans["scalar"] += [(held.start, held.stop)]
-        for held in self.of_kind("dma engines"):
+        for held in self.by_kind["dma engines"]:
             stop = held.stop + last_us if held.row == -1 else held.stop
             spans["dma"] += [(held.start, stop)]
         return {name: _covered(found) for name, found in spans.items()}
@@ -123,7 +129,7 @@ class Timeline:
         """Transfer time summed over the DMA engines."""
         return sum(
             (held.stop - held.start) * (self.target.dma_engines if held.row == -1 else 1)
-            for held in self.of_kind("dma engines")
+            for held in self.by_kind["dma engines"]
         )
 
 
