@@ -4,33 +4,19 @@ import pytest
 import torch
 from models import compiled, explained
 from torch.nn.functional import silu
+from toy_models import experts_model
 
 import nmm_compiler as nmm
 from nmm_compiler.prices.kernel import PRICES
 
 transformers = pytest.importorskip("transformers")
-SIZES = {
-    "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "vocab_size": 100, "num_experts_per_tok": 2, "max_position_embeddings": 64,
-}  # fmt: skip
-MODELS = {
-    "Qwen3Moe": {"head_dim": 16, "moe_intermediate_size": 32, "num_experts": 4},
-    "GptOss": {"head_dim": 16, "intermediate_size": 48, "num_local_experts": 4},
-    "Mixtral": {"intermediate_size": 48, "num_local_experts": 4},
-    "DeepseekV3": {
-        "moe_intermediate_size": 32, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
-        "first_k_dense_replace": 0, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8, "v_head_dim": 8, "intermediate_size": 48, "num_key_value_heads": 4,
-    },
-}  # fmt: skip
+MODELS = ("Qwen3Moe", "GptOss", "Mixtral", "DeepseekV3")
 IDS = torch.tensor([[1, 7, 3, 9, 2]])
 GIVEN = {"input_ids": IDS, "use_cache": False}
 
 
-def tiny(name, way, **changes):
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**(SIZES | MODELS[name] | changes))
-    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+def tiny(name, way):
+    model = experts_model(name, hidden_size=64, num_hidden_layers=1, first_k_dense_replace=0)
     model.config._experts_implementation = way
     return model
 
@@ -40,7 +26,7 @@ def layer_of(name, way):
     return tiny(name, way).model.layers[0].mlp, torch.randn(1, 5, 64)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["Qwen3Moe", "DeepseekV3"])
 def test_experts_become_one_call(name):
     model = tiny(name, "grouped_mm")
     with torch.no_grad():
@@ -112,22 +98,6 @@ def of_halves(function):
 silu_of_first = of_halves(lambda gate, up: silu(gate) * up)
 
 
-def test_a_function_that_is_no_gated_product_is_refused():
-    assert explained(Experts(silu_of_first), picks())[0] == ["experts"]
-    for function in (lambda h: torch.sin(h[:, :24]) * h[:, 24:], lambda h: h[:, :24] + h[:, 24:]):
-        matches, declined = explained(Experts(function), picks())
-        assert matches == []
-        assert "no gated product" in declined[0]
-
-
-def test_an_index_of_other_picks_is_no_match():
-    class Crossed(Experts):
-        def last(self, index, picks):
-            return index.flip(0).reshape(-1)
-
-    assert explained(Crossed(silu_of_first), picks())[0] == []
-
-
 def results_and_gradients(model, *args):
     """Return what the compiled model and the model return, each with the gradients of its loss."""
     leaves, found = [*model.parameters(), *(one for one in args if one.requires_grad)], []
@@ -139,32 +109,10 @@ def results_and_gradients(model, *args):
     return found
 
 
-def test_gradients_reach_the_experts():
-    torch.testing.assert_close(*results_and_gradients(Experts(silu_of_first), *picks()))
-
-
-def written_product(h):
-    gate, up = h.chunk(2, -1)
-    act = silu(gate)
-    act.mul_(2)
-    return act * up
-
-
-def written_input(h):
-    h.mul_(3)
-    return silu_of_first(h)
-
-
-def written_result(h):
-    y = silu_of_first(h)
-    y.add_(1)
-    return y
-
-
 LOOK_ALIKES = {
-    "written product": written_product,
-    "written input": written_input,
-    "written result": written_result,
+    "written product": of_halves(lambda gate, up: silu(gate).mul_(2) * up),
+    "written input": lambda h: silu_of_first(h.mul_(3)),
+    "written result": lambda h: silu_of_first(h).add_(1),
     "clamped up": of_halves(lambda gate, up: silu(gate) * up.clamp(-20.0, 20.0)),
     "clamped product": lambda h: silu_of_first(h).clamp(-300, 300),
     "zero above": of_halves(
@@ -218,21 +166,17 @@ def test_biases_and_sums_are_read_whole(bias, keepdim, alpha):
             torch.testing.assert_close(got, wanted)
 
 
-def one_layer(name, **changes):
-    """Return the mixture of experts of a tiny Llama 4."""
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_llama_4_multiplies_all_tokens_with_the_experts_that_they_chose(top_k):
     from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 48, "num_local_experts": 4} | changes
-    layer = Llama4TextMoe(transformers.Llama4TextConfig(**sizes)).eval()
+    config = transformers.Llama4TextConfig(
+        hidden_size=64, intermediate_size=48, num_local_experts=4, num_experts_per_tok=top_k
+    )
+    layer, x = Llama4TextMoe(config).eval(), torch.randn(2, 5, 64)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    return layer
-
-
-@pytest.mark.parametrize("top_k", [1, 2])
-def test_llama_4_multiplies_all_tokens_with_the_experts_that_they_chose(top_k):
-    layer, x = one_layer("Llama4", num_experts_per_tok=top_k), torch.randn(2, 5, 64)
     (match,) = [m for m in nmm.explain(layer, x).matches if m.rule == "experts"]
     assert (match.info["m"], match.info["top_k"]) == (10 * top_k, 1)
     torch.testing.assert_close(*results_and_gradients(layer, x), rtol=1e-4, atol=1e-4)
@@ -265,20 +209,13 @@ class AllExperts(torch.nn.Module):
         return y.sum(dim=0)
 
 
-def dense_inputs():
+@pytest.mark.parametrize("changes", [{}, {"fill": 0.5}, {"chosen": False}])
+def test_gates_of_all_experts_that_are_0_leave_the_chosen_ones(changes):
+    """Others may not be 0: all experts stay."""
     torch.manual_seed(1)
-    return torch.randn(3, 32), torch.randn(3, 4)
-
-
-def test_gates_of_all_experts_that_are_0_leave_the_chosen_ones():
-    model, args = AllExperts(), dense_inputs()
-    assert explained(model, args)[0] == ["experts"]
+    model, args = AllExperts(**changes), (torch.randn(3, 32), torch.randn(3, 4))
+    assert explained(model, args)[0] == ([] if changes else ["experts"])
     torch.testing.assert_close(compiled(model)(*args), model(*args))
-
-
-@pytest.mark.parametrize("changes", [{"fill": 0.5}, {"chosen": False}])
-def test_gates_of_all_experts_that_may_not_be_0_stay_as_they_are(changes):
-    assert explained(AllExperts(**changes), dense_inputs())[0] == []
 
 
 @pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])
@@ -313,40 +250,45 @@ def test_gates_of_more_bits_round_where_the_model_does(name):
         compiled(layer, verify=True, strict=True)(x)  # bounds follow from the dtype
 
 
-def test_a_result_that_is_read_in_more_bits_is_refused():
-    class Wide(Experts):
-        def forward(self, x, index, gates):
-            return super().forward(x, index, gates.float()) + 1.0
+class Wide(Experts):
+    def forward(self, x, index, gates):
+        return super().forward(x.bfloat16(), index, gates.float()) + 1.0
 
+
+class Scaled(Experts):
+    def rows(self, rows):
+        return rows.mul_(2.0)
+
+
+class Crossed(Experts):
+    def last(self, index, picks):
+        return index.flip(0).reshape(-1)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "words"),
+    [
+        (Wide(silu_of_first).bfloat16(), {}, "are not one dtype"),
+        (Scaled(silu_of_first), {}, ""),
+        (Crossed(silu_of_first), {}, None),
+        (Experts(silu_of_first), {"target": "trn1"}, "trn1"),
+        (Experts(lambda h: torch.sin(h[:, :24]) * h[:, 24:]), {}, "no gated product"),
+        (Experts(lambda h: h[:, :24] + h[:, 24:]), {}, "no gated product"),
+    ],
+)
+def test_what_no_call_computes_is_refused_and_right(model, options, words):
+    """More bits read, a write in place that is no bias, an index of other picks, a target."""
     args = picks()
-    model = Wide(silu_of_first).to(torch.bfloat16)
-    matches, declined = explained(model, (args[0].to(torch.bfloat16), *args[1:]))
+    matches, declined = explained(model, args, **options)
     assert matches == []
-    assert "are not one dtype" in declined[0]
-
-
-def test_a_write_in_place_that_is_no_bias_is_refused():
-    class Scaled(Experts):
-        def rows(self, rows):
-            rows.mul_(2.0)
-            return rows
-
-    model, args = Scaled(silu_of_first), picks()
-    matches, declined = explained(model, args)
-    assert matches == []
-    assert declined
-    torch.testing.assert_close(compiled(model)(*args), model(*args))
+    assert words is None or words in declined[0]
+    torch.testing.assert_close(compiled(model, **options)(*args), model(*args))
 
 
 def test_experts_one_by_one_that_are_faster_stay_as_they_are(monkeypatch):
+    assert explained(Experts(silu_of_first), picks())[0] == ["experts"]
     cost = {"experts": 90.0}
     monkeypatch.setitem(PRICES, "closed_form", lambda spec, target: cost.get(spec.family, 2.0))
     matches, declined = explained(Experts(silu_of_first), picks())
     assert matches == []
     assert "one call for 3 tokens: 90.0 us on trn2, smaller calls 14.0 us" in declined[0]
-
-
-def test_trn1_takes_no_rows_that_an_index_chooses():
-    matches, declined = explained(Experts(silu_of_first), picks(), target="trn1")
-    assert matches == []
-    assert "trn1" in declined[0]
