@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from models import compiled
+from models import Model, compiled
 from torch import nn
 from toy_models import llama
 
@@ -49,18 +49,6 @@ def x(m=8, k=128):
     return torch.randn(m, k, dtype=torch.bfloat16)
 
 
-def test_the_simulator_agrees_with_eager_and_the_branch_has_gradients():
-    model, data = Corrected(), x()
-    expected = model(data)
-    with torch.no_grad():
-        got = compiled(model, **OPTIONS, executor="simulator")(data)
-    scale = expected.abs().max().item()
-    # 128 and 16 products in fp32, p, v / s and y rounded to bfloat16: a few halves of 2^-8
-    assert (got - expected).abs().max().item() <= 4 * 2**-8 * scale
-    results = compiled(model, **OPTIONS, executor="reference")(data), expected
-    assert_gradients(results, [model.down.weight, model.up.weight], 2**-6)
-
-
 @pytest.mark.parametrize(
     ("target", "dtype", "k", "format", "reason"),
     [("trn1", torch.bfloat16, 128, "fp8", "trn1 has no fp8 kernels"),
@@ -82,10 +70,11 @@ ON_TRN3 = {"target": "trn3", "strict": True}
 TRN3 = {**OPTIONS, **ON_TRN3}
 
 
-def calls(made):
+def assert_one_call(made, op="corrected_matmul"):
+    """Assert that kernels read the bytes, in one call, which gives what the graph did."""
     targets = [str(n.target) for n in made.graph_module.graph.nodes]
     assert not any("dequantize" in name for name in targets)
-    return [name for name in targets if "corrected_matmul" in name]
+    assert [name.split(".")[1] for name in targets if "corrected" in name] == [op]
 
 
 @pytest.mark.parametrize(
@@ -105,34 +94,45 @@ def test_base_and_branch_are_one_call_that_reads_them_as_stored(format, bias, sc
     assert match.info["base_weight"] == format
     assert any("read as stored" in note for note in match.notes)
     assert any("rounds x to mxfp8" in note for note in match.notes) == (format != "fp8")
-    assert len(calls(made)) == 1
+    assert_one_call(made)
     made.check(data)
 
 
 def test_the_branch_in_other_words_and_adapters_on_it_are_found_too():
-    class Spelled(Corrected):
-        def forward(self, x):
-            weight = self.base.dequantized(x.dtype)
-            whole = torch.nn.functional.linear(x, weight, self.base.bias)
-            return (x @ self.down.weight.T) @ self.up.weight.T + whole + 0.5 * self.more(x)
+    def spelled(p, x):
+        low, weight = p.low, p.low.base.dequantized(x.dtype)
+        whole = nn.functional.linear(x, weight, low.base.bias)
+        return (x @ low.down.weight.T) @ low.up.weight.T + whole + low.up(low.down(x) * 2.0) / 2
 
-        def more(self, x):
-            return self.up(self.down(x) * 2.0)
-
-    model, data = Spelled(**MX, format="mxfp4"), x(4, 1024)
-    made = nmm.rewrite(model, data, options=TRN3)
-    assert len(calls(made)) == 1
+    model = Model(spelled, low=Corrected(**MX, format="mxfp4"))
+    made = nmm.rewrite(model, x(4, 1024), options=TRN3, verify=True)
+    assert_one_call(made)
     assert made.matches[0].info["chains"] == 2
-    made.check(data)
 
 
-def test_kernels_of_blocks_agree_with_eager_and_the_branch_has_gradients():
-    model, data = Corrected(**MX, format="mxfp4", scale=0.5), x(8, 1024).requires_grad_()
+@pytest.mark.parametrize(
+    ("made", "options", "bound", "of_gradients"),
+    [
+        # 128 and 16 products in fp32, p, v / s and y rounded to bfloat16: a few halves of 2^-8
+        ({}, OPTIONS, 4 * 2**-8, 2**-6),
+        # x rounded to three bits of mantissa: 2^-4 of each term, 2^-4 / 1.7 on average, of 1024
+        ({**MX, "format": "mxfp4", "scale": 0.5}, TRN3, 2**-4, 2**-5),
+    ],
+)
+def test_kernels_agree_with_eager_and_the_branch_has_gradients(made, options, bound, of_gradients):
+    model = Corrected(**made)
+    data = x(8, model.down.in_features).requires_grad_()
     expected = model(data)
-    got = compiled(model, **TRN3, executor="simulator")(data)
-    # x rounded to three bits of mantissa: 2^-4 of each term, 2^-4 / 1.7 on average, of 1024
-    assert (got - expected).norm() <= 2**-4 * expected.norm()
-    assert_gradients((got, expected), [data, model.down.weight, model.up.weight], 2**-5)
+    got = compiled(model, **options, executor="simulator")(data)
+    assert (got - expected).norm() <= bound * expected.norm()
+    assert_gradients((got, expected), [data, model.down.weight, model.up.weight], of_gradients)
+
+
+def launched(*lowered):
+    """Return the operands of the launch of a lowered call, by name."""
+    launch = lower(*lowered)
+    names = [tensor.name for tensor in launch.spec.inputs()]
+    return dict(zip(names, launch.operands, strict=True))
 
 
 @pytest.mark.parametrize("k", [1024, 1152])  # whole 512s, and more
@@ -144,13 +144,10 @@ def test_u_is_put_in_the_order_of_its_kernel_once_for_each_of_its_values(k, layo
     stored = u if layout == "row" else u.view(torch.int8).mT.contiguous().view(dtype)
     none, scale = [None] * 4, torch.ones(16) if eight else None
     operands = (x(4, k), base.values, base.scale, stored, v, *none, scale)
-    packs = Packs()
+    packs, keywords = Packs(), {**CORRECTED.keywords, "u_layout": layout}
 
     def taken():
-        keywords = {**CORRECTED.keywords, "u_layout": layout}
-        launch = lower("corrected_matmul", operands, keywords, 4, packs.transposed)
-        named = zip((tensor.name for tensor in launch.spec.inputs()), launch.operands, strict=True)
-        return dict(named)["u"]
+        return launched("corrected_matmul", operands, keywords, 4, packs.transposed)["u"]
 
     rows = torch.from_numpy(rows_in_runs(k, "fours")) if k == 1024 else torch.arange(k)
     wanted, first = u.float()[rows], taken()
@@ -172,9 +169,7 @@ def test_u_behind_h_is_put_in_the_order_of_the_tiles_of_h(n):
     values = [one.values.view(torch.float8_e4m3fn) for one in bases]
     operands = x(1), values, [one.scale[:, 0] for one in bases], us, vs
     keywords = {**CORRECTED_MLP.keywords, "format": "fp8", "v_layout": "row"}
-    launch = lower("corrected_mlp", (*operands, *[None] * 4), keywords, 1)
-    names = (tensor.name for tensor in launch.spec.inputs())
-    named = dict(zip(names, launch.operands, strict=True))
+    named = launched("corrected_mlp", (*operands, *[None] * 4), keywords, 1)
     rows = torch.from_numpy(rows_in_runs(n, "strided_rows")) if n == 256 else torch.arange(n)
     assert rows[1] == (128 if n == 256 else 1)
     assert torch.equal(named["down_u"], us[2][rows])
@@ -194,31 +189,23 @@ def test_the_op_refuses_what_is_no_weight_of_blocks():
         op(meta[0], meta[1], meta[2][:, :2])
 
 
-class MLP(nn.Module):
-    """A gated MLP of MX weights, with a branch each where there is a rank."""
+def gated(p, x):
+    return p.down(nn.functional.silu(p.gate(x)) * p.up(x)) + x
 
-    def __init__(self, rank):
-        super().__init__()
-        torch.manual_seed(0)
-        for name, k, n in (("gate", 512, 1024), ("up", 512, 1024), ("down", 1024, 512)):
-            if rank:
-                made = Corrected(k=k, n=n, r=rank, format="mxfp4", bias=False)
-            else:
-                weight = torch.randn(n, k, dtype=torch.bfloat16) / k**0.5
-                made = QuantizedLinear.of(weight, "mxfp4")
-            setattr(self, name, made)
 
-    def forward(self, x):
-        return self.down(nn.functional.silu(self.gate(x)) * self.up(x)) + x
+def mlp(rank=0, function=gated, outputs=512):
+    """Return a gated MLP of MX weights, with a branch each where there is a rank."""
+    sizes = {"gate": (512, 1024), "up": (512, 1024), "down": (1024, outputs)}
+    made = {name: Corrected(k, n, rank or 1, False, format="mxfp4")
+            for name, (k, n) in sizes.items()}  # fmt: skip
+    return Model(function, **{name: one if rank else one.base for name, one in made.items()})
 
 
 @pytest.mark.parametrize("rank", [0, 32])
 def test_a_gated_mlp_of_blocks_is_one_call_and_agrees_with_eager(rank):
-    model, data = MLP(rank), x(3, 512)
+    model, data = mlp(rank), x(3, 512)
     made = nmm.rewrite(model, data, options=ON_TRN3)
-    names = [str(n.target) for n in made.graph_module.graph.nodes if n.op == "call_function"]
-    assert sum("corrected_mlp" in name for name in names) == 1
-    assert not any("corrected_matmul" in name for name in names)
+    assert_one_call(made, "corrected_mlp")
     made.check(data)
     with torch.no_grad():
         want, got = model(data), compiled(model, **ON_TRN3, executor="simulator")(data)
@@ -227,61 +214,47 @@ def test_a_gated_mlp_of_blocks_is_one_call_and_agrees_with_eager(rank):
 
 
 def test_a_gated_mlp_that_returns_other_features_than_it_takes_stays_two_calls():
-    class Narrow(MLP):
-        def forward(self, x):
-            return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
-
-    model, data = Narrow(0), x(3, 512)
-    model.down = QuantizedLinear.of(torch.randn(256, 1024, dtype=torch.bfloat16) / 32, "mxfp4")
-    made = nmm.rewrite(model, data, options=ON_TRN3)
+    model = mlp(0, lambda p, x: p.down(nn.functional.silu(p.gate(x)) * p.up(x)), outputs=256)
+    made = nmm.rewrite(model, x(3, 512), options=ON_TRN3, verify=True)
     assert sorted(match.rule for match in made.matches) == ["quantized", "shared_x"]
-    made.check(data)
 
 
 @pytest.mark.parametrize("place", ["gate", "up", "h"])
 @pytest.mark.parametrize("tokens", [(1024,), (4, 4)])
 def test_a_value_of_a_gated_mlp_that_is_turned_stays_turned(place, tokens):
-    class Turned(MLP):
-        def forward(self, x):
-            values = {"gate": nn.functional.silu(self.gate(x)), "up": self.up(x)}
-            if place in values:
-                values[place] = values[place].transpose(0, 1)
-            h = values["gate"] * values["up"]
-            return self.down(h.transpose(0, 1) if place == "h" else h)
+    def turned(p, x):
+        values = {"gate": nn.functional.silu(p.gate(x)), "up": p.up(x)}
+        if place in values:
+            values[place] = values[place].transpose(0, 1)
+        h = values["gate"] * values["up"]
+        return p.down(h.transpose(0, 1) if place == "h" else h)
 
-    model, data = Turned(0), torch.randn(*tokens, 512, dtype=torch.bfloat16)
-    made = nmm.rewrite(model, data, options=ON_TRN3)
-    made.check(data)
+    data = torch.randn(*tokens, 512, dtype=torch.bfloat16)
+    made = nmm.rewrite(mlp(0, turned), data, options=ON_TRN3, verify=True)
     if place != "h":  # tokens in another order may be put so behind the call
         assert "corrected_mlp" not in [match.rule for match in made.matches]
 
 
-class Heads(nn.Module):
-    """Several linears of one x that are read apart, as q, k and v are."""
-
-    def __init__(self, format, ranks=(32, 16, 16), **more):
-        super().__init__()
-        sizes = zip((256, 128, 128), ranks, (True, False, True), strict=True)
-        self.each = nn.ModuleList(
-            Corrected(k=512, n=n, r=r, bias=bias, format=format, **more) for n, r, bias in sizes
-        )
-
-    def forward(self, x):
-        q, k, v = (one(x) for one in self.each)
-        return torch.cat([q.sigmoid(), k * v], -1)
+def heads(**how):
+    """Return several linears of one x that are read apart, as q, k and v are."""
+    sizes = {"q": (256, 32, True), "k": (128, 16, False), "v": (128, 16, True)}
+    return Model(
+        lambda p, x: torch.cat([p.q(x).sigmoid(), p.k(x) * p.v(x)], -1),
+        **{name: Corrected(512, n, r, bias, **how) for name, (n, r, bias) in sizes.items()},
+    )
 
 
 @pytest.mark.parametrize(
     ("format", "target", "scale"), [("mxfp4", "trn3", 0.5), ("fp8", "trn2", 1.0)]
 )
 def test_linears_of_one_x_are_one_call_with_gradients_of_their_branches(format, target, scale):
-    model, data = Heads(format, scale=scale), x(8, 512).requires_grad_()
+    model, data = heads(format=format, scale=scale), x(8, 512).requires_grad_()
     where = {"target": target, "strict": True}
     made = nmm.rewrite(model, data, options=where)
     (match,) = made.matches
     assert (match.rule, match.info["r"], match.info["n"]) == ("shared_x", "32+16+16", "256+128+128")
     assert match.info["base_weight"] == format
-    assert len(calls(made)) == 1
+    assert_one_call(made, "corrected_matmul_shared_x")
     made.check(data)
     leaves = {n: p for n, p in model.named_parameters() if p.requires_grad} | {"x": data}
     expected, got = model(data), compiled(model, **where, executor="simulator")(data)
