@@ -137,9 +137,10 @@ def test_eviction_and_reading_at_once(directory):
 # Clocks, versions, locks
 
 
-@pytest.mark.parametrize("clock", [0, time.time() + 10 * 365 * 86400])
-def test_a_clock_that_jumped_does_not_shield_old_entries(directory, clock):
+@pytest.mark.parametrize("years_ahead", [None, 10])
+def test_a_clock_that_jumped_does_not_shield_old_entries(directory, years_ahead):
     """Four were used when the clock was at zero, or ten years ahead."""
+    clock = 0 if years_ahead is None else time.time() + years_ahead * 365 * 86400
     text = "x" * 10_000
     for number in range(1, 8):
         store = Store(directory, max_bytes=45_000)
