@@ -210,8 +210,8 @@ def compute_block(
             h_sb = nl.ndarray((128, spec.h_tiles, at.tokens), dtype=p_type, buffer=nl.sbuf)
         else:
             h_sb = None
-        h_result = Result(out[0], None, False, schedule.own_queue)
-        combine(h_result, h_sb, x_left, p_sb, around, at, spec, others)
+        h_result = Result(out[0], None, False, schedule.own_queue, h_sb, spec.down.n > 0)
+        combine(h_result, x_left, p_sb, spec.linears[0], spec.linears[1], around, at, spec, others)
         if spec.exchanges_h:
             other = spec.h_tiles - at.core * spec.h_tiles
             exchange(h_all[0:128, other : other + spec.h_tiles, 0 : at.tokens], h_sb, at.core)
@@ -250,7 +250,9 @@ def compute_block(
                 factor = ends.scale[one.place]
             ending = epilogue_of(one, factor, ends.bias[one.place], None, False, spec)
             x_of = Left(x_strip, x, x_left.how if one.place == 0 else "none", x_scales)
-            result = Result(out[one.place], residual, spec.residual, schedule.own_queue)
+            result = Result(
+                out[one.place], residual, spec.residual, schedule.own_queue, None, False
+            )
             expand(
                 result, panels[one.place], low_panels[one.place], x_of, p_sb, one, ending, at,
                 others,
@@ -278,5 +280,5 @@ def compute_block(
         q_panels = []
         load_panels(h_panels, q_panels, spec.down, h_left, down_sb, 0, at, others)
         last = epilogue_of(spec.down, ends.scale[2], ends.bias[2], None, False, spec)
-        y_result = Result(out[0], residual, spec.residual, schedule.own_queue)
+        y_result = Result(out[0], residual, spec.residual, schedule.own_queue, None, False)
         expand(y_result, h_panels, q_panels, h_left, down_sb, spec.down, last, at, others)

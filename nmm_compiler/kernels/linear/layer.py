@@ -296,11 +296,6 @@ class Layer(Record):
         return (dataclasses.replace(last, place=0),)
 
     @property
-    def product_by_rows(self) -> bool:
-        """Whether the product of two results, summed by columns, leaves by rows."""
-        return self.combine != "" and not self.down.n and self.results[0].rows
-
-    @property
     def h_tiles(self) -> int:
         """The tiles of h^T that a core makes, 0 where nothing follows h."""
         return tiles(self.linears[0].n, 128) if self.down.n else 0

@@ -103,7 +103,7 @@ class LinearSchedule(Schedule):
         )
         pair = dataclasses.replace(linear.low_rank, u=u, v=v)
         made = dataclasses.replace(linear, weight=weight, low_rank=pair)
-        turned = linear.rows and (self.turned or layer.product_by_rows)
+        turned = self.turned and linear.rows
         # each part of v takes products of its own then, which more outputs wait for
         few = made.last.parts == 1 or linear.n <= 1024
         alone = not layer.combine or linear.place == len(layer.linears)
@@ -115,7 +115,7 @@ class LinearSchedule(Schedule):
         first, gathered = weight.name == linear.low_rank.u.name, linear.low_rank.groups.slots > 0
         columns = min(self.u_block if first else self.block, weight.n)
         load, size = _load(weight, self.w_load), weight_bytes(layer.format_of(weight))
-        rows = linear.rows and not (first or self.turned or layer.product_by_rows)
+        rows = linear.rows and not first and not self.turned
         tokens = self.tokens(layer)
         down = min(self.down, tiles(tokens, 128))
         across = down if rows else tiles(tokens, 512)
@@ -165,8 +165,9 @@ class LinearSchedule(Schedule):
         down, pair, dense = made.down, made.down.low_rank, any(one.weight.k for one in made.linears)
         of_x, last = int(dense or not made.factors), 3 if down.n else 1
         of_h = 2 if pair.r and (made.mx or not down.weight.k) else 3
+        rows = made.linears[-1].by_rows and not down.n
         # loaded ahead, panels of all linears are there at a time
-        panels = [self._panels(one, made) for one in made.linears]
+        panels = [self._panels(one, made, rows=rows) for one in made.linears]
         firsts = [self._panel(one.u, made, rows=False) for one in made.factors]
         wide, deep = made.linears[0].last.block, max(1, 1024 // tokens)
         x_size, p_size = item_bytes(made.x_format), made.p_tiles * tokens
@@ -181,7 +182,7 @@ class LinearSchedule(Schedule):
             "v": (1, 1, sum(panels) if self.ahead else max(panels)),
             "down": (2, 2, self._panel(pair.u, made, rows=False)),
             "p down": (2, 3, pair.tiles * tokens * (kept + 8 * made.exchanges_down)),
-            "out": (3, 3, self._panels(down, made)),
+            "out": (3, 3, self._panels(down, made, rows=down.by_rows)),
         }
         if made.mx:  # data and scales of four features, and fours on their way to them
             fours = made.x_tiles // 4 * 5 * (tokens + 1) + 4 * 8 * max(512, tokens)
@@ -192,7 +193,8 @@ class LinearSchedule(Schedule):
             size += 10 * tiles(made.k, 128) * (made.norm_gain + made.norm_bias)
             held["norm"] = (0, of_x, size)
         if made.combine:
-            held["active"] = (1, 1, 4 * tiles(wide, 128) * tokens)
+            active = tiles(tokens, 128) * wide if rows else tiles(wide, 128) * tokens
+            held["active"] = (1, 1, 4 * active)
         results = self._results(made.results[0], made, item_bytes(made.result_dtype))
         held |= {name: (last, last, size) for name, size in results.items()}
         return {name: row for name, row in held.items() if row[2]}
@@ -214,9 +216,9 @@ class LinearSchedule(Schedule):
         each = weight_bytes(made.format_of(weight), on_chip=True)
         return math.ceil(deep * _pitch(weight.block, aligned) * each)
 
-    def _panels(self, linear: Linear, made: Layer) -> int:
+    def _panels(self, linear: Linear, made: Layer, *, rows: bool) -> int:
         weights = (linear.weight, linear.low_rank.v)
-        return sum(self._panel(weight, made, rows=linear.by_rows) for weight in weights)
+        return sum(self._panel(weight, made, rows=rows) for weight in weights)
 
     def _results(self, linear: Linear, made: Layer, size: int) -> dict[str, int]:
         """Return bytes of two tiles of a result on its way to HBM, and of fp32 tiles before."""
@@ -233,7 +235,7 @@ class LinearSchedule(Schedule):
         """Return bytes of biases and scales: along the free axis, or a column per 128 outputs."""
         held = 0
         for linear in made.layers:
-            along = linear.by_rows
+            along = linear.by_rows and not (made.down.n and linear is not made.down)
             each = (size + 4) * linear.n if along else 6 * tiles(linear.n, 128)
             held += each * bool(linear.bias) + (8 * linear.n if along else each) * bool(made.scales)
             held += 12 * linear.low_rank.tiles * (bool(made.scales) + linear.low_rank.shaped)
@@ -334,7 +336,7 @@ class LinearSchedule(Schedule):
 
     def _check_capacity(self, spec: Any, layer: Layer, target: Target) -> None:
         """Raise CapacityError unless PSUM holds the sums and SBUF every buffer of a stage."""
-        turns = "tensor" in (self.x_load, self.w_load) or self.turned or layer.product_by_rows
+        turns = "tensor" in self.x_load or "tensor" in self.w_load or self.turned
         banks = max(self.banks, self.sums, tiles(self.tokens(layer), 512), self.down) + 2 * turns
         if banks > target.psum_banks or min(self.banks, self.sums, self.down) < 1:
             raise CapacityError(
@@ -426,13 +428,11 @@ def candidates(layer: Layer, target: Target) -> Iterator[LinearSchedule]:
         blocks = sizes_of_panels(widest, (4096, 2048, 1024) if few else (256, 512, 1024))
     if layer.mx and layer.down.n:
         blocks = [size for size in blocks if not size % 512]
-    either = few and any(one.rows for one in layer.results) and not layer.product_by_rows
-    turns = (False, True) if either else (False,)
+    turns = (False, True) if few and any(one.rows for one in layer.results) else (False,)
     for x_load, w_load, m_block, turned in itertools.product(
         x_ways, w_loads(layer, target), _blocks(layer, target), turns
     ):
-        turning = "tensor" in (x_load, w_load) or turned or layer.product_by_rows
-        banks = target.psum_banks - 2 * turning
+        banks = target.psum_banks - 2 * ("tensor" in x_load or "tensor" in w_load or turned)
         over_k = {x_load} | {_load(one, w_load) for one in weights if layer.of_x(one)}
         runs = layer.k >= 256 and over_k == {"rows"}
         ranks = _ranks(rank, banks // tiles(min(m_block, layer.m), 512))
@@ -511,7 +511,7 @@ def data_flow(layer: Layer, schedule: LinearSchedule) -> tuple[str, ...]:
             "h^T stays in SBUF, its features on the partitions, as the next product wants."
         )
     ways = "weights stationary, tokens moving", "tokens stationary, weights moving"
-    sides = {ways[one.by_rows] for one in made.results}
+    sides = {ways[one.rows] for one in made.results}
     wide = made.results[0].last.block
     lines.append(f"results: {' or '.join(sorted(sides))}; {wide} outputs of a weight at a time.")
     return tuple(lines)
@@ -554,7 +554,7 @@ def work(layer: Layer, schedule: LinearSchedule) -> Work:
             ):
                 continue
             add_loads(done, weight, weight_bytes(layer.format_of(weight)), m_blocks)
-            rows = linear.by_rows and not shared
+            rows = linear.by_rows and not shared and (linear is made.down or not made.down.n)
             passes, sums = _passes(weight, layer.m, rows)
             done.matmuls.append(passes)
             done.evictions.append(sums)
@@ -563,7 +563,7 @@ def work(layer: Layer, schedule: LinearSchedule) -> Work:
         wide = min(512, one.n)
         if one.turned:
             done.matmuls.append((tiles(one.n, 128), layer.m))
-            done.evictions.append((tiles(layer.m, 128) * tiles(one.n, wide), wide))
+            done.evictions.append((tiles(one.n, wide), wide))
         elif one.by_rows:  # ones times the row of scales, and of biases, for all partitions
             vectors = ((made.scales == "channel") + bool(one.bias)) * tiles(one.n, wide), wide
             done.matmuls.append(vectors)

@@ -119,7 +119,7 @@ def as_runs(row, n0, columns):
 
 
 def store_turned(result: Result, y_sb, n0, columns, core, cores, at: Block):
-    """Store rows of y; y^T is in SBUF, and TensorE turns it.
+    """Store rows of y for a tile of tokens at most; y^T is in SBUF, and TensorE turns it.
 
     Of several cores each stores its part.
     """
@@ -155,30 +155,29 @@ def store_one_turned(result: Result, y_sb, n0, at: Block):
 
 def store_rows_turned(result: Result, y_sb, n0, columns, core, cores, at: Block):
     """Store rows of y, turned 128 outputs at a time; a residual is added to them."""
+    rows_sb = nl.ndarray((at.tokens, columns), dtype=result.out.dtype, buffer=nl.sbuf)
+    if result.has_residual:
+        more = nl.ndarray((at.tokens, columns), dtype=result.out.dtype, buffer=nl.sbuf)
+        lies = result.residual[at.m0 : at.m0 + at.tokens, n0 : n0 + columns]
+        move(more, lies, result.own_queue)
+    for n1 in range(0, columns, 512):
+        width = min(512, columns - n1)
+        turned = nl.ndarray((at.tokens, width), dtype=y_sb.dtype, buffer=nl.psum)
+        for n2 in range(0, width, 128):
+            nw = min(128, width - n2)
+            nisa.nc_transpose(
+                dst=turned[0 : at.tokens, n2 : n2 + nw],
+                data=y_sb[0:nw, (n1 + n2) // 128, 0 : at.tokens],
+                engine=nisa.engine.tensor,
+            )
+        evict(rows_sb[0 : at.tokens, n1 : n1 + width], turned, n1 // 512)
+    if result.has_residual:
+        nisa.tensor_tensor(dst=rows_sb, data1=rows_sb, data2=more, op=nl.add)
     part = columns // cores
+    own_rows = rows_sb[0 : at.tokens, core * part : core * part + part]
     first = n0 + core * part
-    for m0 in range(0, at.tokens, 128):
-        mw = min(128, at.tokens - m0)
-        top = at.m0 + m0
-        rows_sb = nl.ndarray((mw, columns), dtype=result.out.dtype, buffer=nl.sbuf)
-        if result.has_residual:
-            more = nl.ndarray((mw, columns), dtype=result.out.dtype, buffer=nl.sbuf)
-            move(more, result.residual[top : top + mw, n0 : n0 + columns], result.own_queue)
-        for n1 in range(0, columns, 512):
-            width = min(512, columns - n1)
-            turned = nl.ndarray((mw, width), dtype=y_sb.dtype, buffer=nl.psum)
-            for n2 in range(0, width, 128):
-                nw = min(128, width - n2)
-                nisa.nc_transpose(
-                    dst=turned[0:mw, n2 : n2 + nw],
-                    data=y_sb[0:nw, (n1 + n2) // 128, m0 : m0 + mw],
-                    engine=nisa.engine.tensor,
-                )
-            evict(rows_sb[0:mw, n1 : n1 + width], turned, n1 // 512)
-        if result.has_residual:
-            nisa.tensor_tensor(dst=rows_sb, data1=rows_sb, data2=more, op=nl.add)
-        own_rows = rows_sb[0:mw, core * part : core * part + part]
-        move(result.out[top : top + mw, first : first + part], own_rows, result.own_queue)
+    place = result.out[at.m0 : at.m0 + at.tokens, first : first + part]
+    move(place, own_rows, result.own_queue)
 
 
 def add_tiles(dst, more, rows):
@@ -194,13 +193,13 @@ def add_tiles(dst, more, rows):
         nisa.tensor_tensor(dst=part, data1=part, data2=more[0:rest, tiles, 0:columns], op=nl.add)
 
 
-def combine(result: Result, h_sb, left: Left, p_sb, ends: Ends, at: Block, spec, others):
+def combine(
+    result: Result, left: Left, p_sb, gate, up, ends: Ends, at: Block, spec, others
+):  # fmt: skip
     """Compute h = gate up for a block of tokens: stored, or h^T kept in a strip.
 
     The gate's sum leaves PSUM through its activation, the other through the multiplication.
     """
-    gate = spec.linears[0]
-    up = spec.linears[1]
     gate_dense = dense_term(gate, left, at, others)
     gate_low = low_rank_term(gate, p_sb, at, others)
     gating = epilogue_of(gate, ends.scale[0], ends.bias[0], None, False, spec)
@@ -216,29 +215,50 @@ def combine(result: Result, h_sb, left: Left, p_sb, ends: Ends, at: Block, spec,
     load_panels(up_panels, up_low_panels, up, loaded, p_sb, 0, at, others)
     for n0 in range(0, up.n, up.last.block):
         columns = min(up.last.block, up.n - n0)
-        tiles = (columns + 127) // 128
         place = n0 // up.last.block
         if up.n > up.last.block:
             following = n0 + up.last.block
             load_panels(gate_panels, gate_low_panels, gate, left, p_sb, following, at, others)
             load_panels(up_panels, up_low_panels, up, loaded, p_sb, following, at, others)
-        gate_panel = Panel(n0, columns, gate.last.group, 1, gate.last.apart, columns, 0)
-        up_panel = Panel(n0, columns, up.last.group, 1, up.last.apart, columns, 0)
-        active = nl.ndarray((128, tiles, at.tokens), dtype=nl.float32, buffer=nl.sbuf)
-        make_columns(
-            active, gate_dense, gate_panels[place] if gate.weight.k > 0 else [], gate_low,
-            gate_low_panels[place] if gate.low_rank.r > 0 else [], gate_panel, at, gating,
+        gate_panel = Panel(
+            n0, columns, gate.last.group, gate.last.down, gate.last.apart, columns, 0
         )  # fmt: skip
-        if spec.down.n > 0:
-            y_sb = h_sb[0:128, n0 // 128 : n0 // 128 + tiles, 0 : at.tokens]
+        up_panel = Panel(n0, columns, up.last.group, up.last.down, up.last.apart, columns, 0)
+        if up.by_rows:
+            active = nl.ndarray(
+                (128, (at.tokens + 127) // 128, columns), dtype=nl.float32, buffer=nl.sbuf
+            )
+            make_rows(
+                Result(None, None, False, result.own_queue, active, True), gate_dense,
+                gate_panels[place] if gate.weight.k > 0 else [], gate_low,
+                gate_low_panels[place] if gate.low_rank.r > 0 else [], gate_panel, at, gating,
+            )  # fmt: skip
+            gated = epilogue_of(up, ends.scale[1], ends.bias[1], active, True, spec)
+            make_rows(
+                Result(result.out, None, False, result.own_queue, None, False), up_dense,
+                up_panels[place] if up.weight.k > 0 else [], up_low,
+                up_low_panels[place] if up.low_rank.r > 0 else [], up_panel, at, gated,
+            )  # fmt: skip
         else:
-            y_sb = nl.ndarray(active.shape, dtype=result.out.dtype, buffer=nl.sbuf)
-        gated = epilogue_of(up, ends.scale[1], ends.bias[1], active, True, spec)
-        make_columns(
-            y_sb, up_dense, up_panels[place] if up.weight.k > 0 else [], up_low,
-            up_low_panels[place] if up.low_rank.r > 0 else [], up_panel, at, gated,
-        )  # fmt: skip
-        if up.turned:
-            store_turned(result, y_sb, n0, columns, 0, 1, at)
-        elif spec.down.n == 0:
-            store_tiles(result.out, y_sb, result.own_queue, n0, columns, at.m0, at.tokens)
+            active = nl.ndarray(
+                (128, (columns + 127) // 128, at.tokens), dtype=nl.float32, buffer=nl.sbuf
+            )
+            make_columns(
+                active, gate_dense, gate_panels[place] if gate.weight.k > 0 else [], gate_low,
+                gate_low_panels[place] if gate.low_rank.r > 0 else [], gate_panel, at, gating,
+            )  # fmt: skip
+            if spec.down.n > 0:
+                y_sb = result.strip[
+                    0:128, n0 // 128 : n0 // 128 + (columns + 127) // 128, 0 : at.tokens
+                ]
+            else:
+                y_sb = nl.ndarray(active.shape, dtype=result.out.dtype, buffer=nl.sbuf)
+            gated = epilogue_of(up, ends.scale[1], ends.bias[1], active, True, spec)
+            make_columns(
+                y_sb, up_dense, up_panels[place] if up.weight.k > 0 else [], up_low,
+                up_low_panels[place] if up.low_rank.r > 0 else [], up_panel, at, gated,
+            )  # fmt: skip
+            if up.turned:
+                store_turned(result, y_sb, n0, columns, 0, 1, at)
+            elif spec.down.n == 0:
+                store_tiles(result.out, y_sb, result.own_queue, n0, columns, at.m0, at.tokens)

@@ -99,7 +99,7 @@ def make_blocks(out, x, tokens, groups, operands, spec):
             load_following(ups, downs, groups, s, k0, operands, 0, spec)
             panel = downs[s * spec.down_panels + k0 // spec.down_block]
             make_rows(
-                Result(out, None, False, False),
+                Result(out, None, False, False, None, False),
                 from_h, panel[0], from_q, panel[1],
                 Panel(k0, outputs, spec.group, spec.patch, 1, outputs, 0), Block(s * m, m, 0),
                 Epilogue(

@@ -265,14 +265,14 @@ def evict_scaled(dst, src, scale, turn):
         nisa.activation(dst=dst, op=nl.copy, data=src, scale=scale)
 
 
-def finish_rows(dst, src, epilogue: Epilogue, first, top, turn):
+def finish_rows(dst, src, epilogue: Epilogue, first, place, top, turn):
     """Write sums to dst through the epilogue: a tile of tokens on the partitions.
 
-    first: the first output of all. top: the tile of tokens.
+    first: the first output of all. place: of the panel. top: the tile of tokens.
     """
     rows = src.shape[0]
     stop = first + src.shape[1]
-    last = epilogue.activation == "identity"
+    last = not epilogue.gated and epilogue.activation == "identity"
     if not epilogue.scales:
         value = src
     elif last and not epilogue.has_bias:
@@ -295,7 +295,10 @@ def finish_rows(dst, src, epilogue: Epilogue, first, top, turn):
     if epilogue.has_bias:
         bias = epilogue.bias[0:rows, first:stop]
         nisa.tensor_tensor(dst=shifted, data1=value, data2=bias, op=nl.add)
-    if not last:
+    if epilogue.gated:
+        gate = epilogue.gate[0:rows, top, place : place + src.shape[1]]
+        nisa.tensor_tensor(dst=dst, data1=shifted, data2=gate, op=nl.multiply)
+    elif epilogue.activation != "identity":
         nisa.activation(dst=dst, op=epilogue.op, data=shifted)
     elif not epilogue.scales and not epilogue.has_bias:
         evict(dst, src, turn)

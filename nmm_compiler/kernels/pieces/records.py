@@ -146,7 +146,7 @@ class Epilogue(nl.NKIObject):
 
 @dataclass
 class Result(nl.NKIObject):
-    """Where results go in HBM.
+    """Where sums with tokens on the partitions go: to HBM, or to a strip that is kept.
 
     residual: a matrix in HBM, laid out as the result, that is added to it.
     """
@@ -155,6 +155,8 @@ class Result(nl.NKIObject):
     residual: object
     has_residual: bool
     own_queue: bool
+    strip: object
+    kept: bool
 
 
 @dataclass

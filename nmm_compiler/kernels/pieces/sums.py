@@ -219,19 +219,23 @@ def make_rows(
             for a in range(height):
                 ms = 128 * (top + a)
                 mw = min(128, at.tokens - ms)
-                y_sb = nl.ndarray((mw, width), dtype=result.out.dtype, buffer=nl.sbuf)
+                if result.kept:
+                    y_sb = result.strip[0:mw, top + a, left : left + width]
+                else:
+                    y_sb = nl.ndarray((mw, width), dtype=result.out.dtype, buffer=nl.sbuf)
                 for b in range(across):
                     ns = 512 * b
                     nw = min(512, width - ns)
                     finish_rows(
                         y_sb[0:mw, ns : ns + nw], sums[a * across + b][0:mw, 0:nw], epilogue,
-                        panel.n0 + left + ns, top + a, a + b,
+                        panel.n0 + left + ns, left + ns, top + a, a + b,
                     )  # fmt: skip
                 if result.has_residual:
                     nisa.tensor_tensor(dst=y_sb, data1=y_sb, data2=residuals[a], op=nl.add)
-                column = panel.n0 + left
-                rows = result.out[at.m0 + ms : at.m0 + ms + mw, column : column + width]
-                move(rows, y_sb, result.own_queue)
+                if not result.kept:
+                    column = panel.n0 + left
+                    rows = result.out[at.m0 + ms : at.m0 + ms + mw, column : column + width]
+                    move(rows, y_sb, result.own_queue)
 
 
 def load_residual(result: Result, patch: Patch, a, at: Block):
