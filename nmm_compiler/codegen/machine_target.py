@@ -20,8 +20,12 @@ def machine_target(target: str | Target, options: Options | None = None) -> Targ
     chip = get(target)
     path = settings.verdict_file(options)
     if path is not None:
-        chip = with_verdicts(chip, path, lambda: version("nki"))
+        chip = with_verdicts(chip, path, _installed_nki)
     if chip.dma_transposes and settings.is_on("NKI_DMA_TRANSPOSE_AS_PE_TRANSPOSE"):
         why = Source("documented", "nki.language.tile_size.psum_num_banks: one bank is reserved")
         chip = changed(chip, {"psum_banks": chip.psum_banks - 1}, why)
     return chip
+
+
+def _installed_nki() -> str | None:
+    return version("nki")

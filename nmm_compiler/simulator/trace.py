@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Access:
-    """One operand region of one instruction.
+    """A region of operands of instructions; all views of it in a trace share the record.
 
     storage: identity of the allocation; all views of a tensor share it.
     memory: "sbuf", "psum" or "hbm".

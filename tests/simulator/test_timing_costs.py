@@ -211,7 +211,7 @@ def test_a_table_loads_when_the_function_changes_and_is_work_of_scalar():
     trace = Scene("sbuf source 128x512\n" + calls).trace
     timeline = time_trace(trace, TRN2)
     assert timeline.start[0] == pytest.approx(1.3)
-    loads = [held.stop - held.start for held in timeline.of_kind("table")]
+    loads = [held.stop - held.start for held in timeline.by_kind["table"]]
     assert loads == [pytest.approx(1.3)] * 3
     del trace.instructions[1:]
     alone = time_trace(trace, TRN2).busy_us["scalar"]

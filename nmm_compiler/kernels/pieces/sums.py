@@ -262,6 +262,8 @@ def sum_rows(sums, tiles, term: Term, patch: Patch, at: Block, begun):
                 load_left(term, k0, at)
             tiles.append(load_chunk(term, k0, patch.n0, patch.columns))
         w_sb = tiles[k0 // term.plan.chunk]
+        tile = k0 // 128
+        pairs = rows // 256 if term.plan.double_row else 0
         if patch.top + patch.left == 0 and term.plan.mx_bytes > 0:
             move_scales(w_sb, rows, term.plan.mx_bytes, patch.columns)
         for a in range(patch.height):
@@ -277,29 +279,22 @@ def sum_rows(sums, tiles, term: Term, patch: Patch, at: Block, begun):
                         patch.columns, begun,
                     )  # fmt: skip
                 else:
-                    add_rows(sums[a * across + b][0:mw, 0:nw], w_sb, k0, rows, ns, ms, term, begun)
-
-
-def add_rows(dst, w_sb, k0, rows, ns, ms, term: Term, begun):
-    """Add the products of a chunk, from output ns and token ms on, to a sum."""
-    tokens = dst.shape[0]
-    columns = dst.shape[1]
-    tile = k0 // 128
-    pairs = rows // 256 if term.plan.double_row else 0
-    for pair in range(pairs):
-        kt = 2 * pair
-        nisa.nc_matmul(
-            dst=dst,
-            stationary=term.left.strip[0:128, tile + kt : tile + kt + 2, ms : ms + tokens],
-            moving=w_sb[0:128, kt : kt + 2, ns : ns + columns],
-            accumulate=begun or tile + kt > 0,
-            perf_mode=nisa.matmul_perf_mode.double_row,
-        )
-    for kt in range(2 * pairs, (rows + 127) // 128):
-        kp = min(128, rows - 128 * kt)
-        nisa.nc_matmul(
-            dst=dst,
-            stationary=term.left.strip[0:kp, tile + kt, ms : ms + tokens],
-            moving=w_sb[0:kp, kt, ns : ns + columns],
-            accumulate=begun or tile + kt > 0,
-        )
+                    for pair in range(pairs):
+                        kt = 2 * pair
+                        nisa.nc_matmul(
+                            dst=sums[a * across + b][0:mw, 0:nw],
+                            stationary=term.left.strip[
+                                0:128, tile + kt : tile + kt + 2, ms : ms + mw
+                            ],
+                            moving=w_sb[0:128, kt : kt + 2, ns : ns + nw],
+                            accumulate=begun or tile + kt > 0,
+                            perf_mode=nisa.matmul_perf_mode.double_row,
+                        )
+                    for kt in range(2 * pairs, (rows + 127) // 128):
+                        kp = min(128, rows - 128 * kt)
+                        nisa.nc_matmul(
+                            dst=sums[a * across + b][0:mw, 0:nw],
+                            stationary=term.left.strip[0:kp, tile + kt, ms : ms + mw],
+                            moving=w_sb[0:kp, kt, ns : ns + nw],
+                            accumulate=begun or tile + kt > 0,
+                        )

@@ -184,10 +184,10 @@ class instruction:  # noqa: N801 - a decorator, written as one
     def issue(self, given: tuple[Any, ...], named: Arguments) -> Instruction | None:
         """Check, record and, with data, compute one call."""
         machine = CURRENT.machine or current()
-        values = named
+        values, lost = named, False
         if given:
             values = {**dict(zip(self.signature.parameters, given, strict=False)), **named}
-        lost = len(values) < len(given) + len(named)  # too many arguments, or one of them twice
+            lost = len(values) < len(given) + len(named)  # too many, or one of them twice
         name = values.pop("name", None) if self.named else None
         key = None if self.waits or self.lists or lost else self.key_of(values)
         try:
@@ -210,8 +210,8 @@ class instruction:  # noqa: N801 - a decorator, written as one
         reads, writes = map(values.get, self.reads), map(values.get, self.writes)
         return machine.record(
             self.op, engine,
-            tuple([v.access() for v in reads if v.__class__ is NkiTensor]),
-            tuple([v.access() for v in writes if v.__class__ is NkiTensor]),
+            tuple([v._access or v.access() for v in reads if v.__class__ is NkiTensor]),
+            tuple([v._access or v.access() for v in writes if v.__class__ is NkiTensor]),
             attributes, name, kind,
         )  # fmt: skip
 
@@ -231,7 +231,7 @@ class instruction:  # noqa: N801 - a decorator, written as one
                     return None
                 views.append(value)
                 storages.append(value.storage)
-                key.append(value.geometry)
+                key += [value.geometry]
             else:
                 key += kind, _key_of(value) if kind in _SEQUENCES else value
         if len(set(storages)) < len(storages):

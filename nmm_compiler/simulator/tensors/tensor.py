@@ -62,7 +62,7 @@ class NkiTensor(NKIObject):
     """A view of a tensor in HBM, SBUF or PSUM."""
 
     __slots__ = (
-        "dtype", "geometry", "indirection", "moved", "offset", "shape", "storage",
+        "_access", "dtype", "geometry", "indirection", "moved", "offset", "shape", "storage",
         "strides",
     )  # fmt: skip
 
@@ -82,6 +82,7 @@ class NkiTensor(NKIObject):
         self.offset = offset
         self.indirection: Any = indirection
         self.moved = moved
+        self._access: Access | None = None
 
     # Attributes that a kernel may read
 
@@ -505,19 +506,21 @@ class NkiTensor(NKIObject):
 
     def access(self) -> Access:
         """Return the record of the region for the trace, one for all views of it."""
+        if self._access is not None:
+            return self._access
         geometry, offset = self.geometry, None if self.indirection is not None else self.offset
         known = self.storage.accesses
-        access = known.get((geometry, offset))
+        access = self._access = known.get((geometry, offset))
         if access is None:
-            item = self.dtype.item_bytes
+            item, dense = self.dtype.item_bytes, geometry.dense
             if offset is None:
                 start, extent = 0, self.storage.bytes_per_partition
+                dense = contiguous_run(geometry.pattern, item) >= extent
             else:
                 start, extent = offset * item + geometry.base, geometry.extent
-            access = known[geometry, offset] = Access(
+            access = self._access = known[geometry, offset] = Access(
                 self.storage.identity, geometry.memory, geometry.first, geometry.stop, start,
-                start + extent, geometry.pattern, self.dtype, item,
-                contiguous_run(geometry.pattern, item) >= extent,
+                start + extent, geometry.pattern, self.dtype, item, dense,
             )  # fmt: skip
         return access
 

@@ -106,15 +106,16 @@ class Region:
 
     uses: the last write of exactly these bytes, by `WRITE`, and the last read since then of each
     engine; later writes hide both. near: the regions that share a byte with it, of the first `seen`
-    that were used.
+    that were used, up to `newest`.
     """
 
-    __slots__ = ("access", "near", "seen", "storage", "used", "uses")
+    __slots__ = ("access", "near", "newest", "seen", "storage", "used", "uses")
 
     def __init__(self, storage: Storage, access: Access) -> None:
         self.storage, self.access = storage, access
         self.near: list[Region] = []
         self.seen, self.used = 0, False
+        self.newest: Region | None = None
         self.uses: dict[int, Use] = {}
 
     def look(self) -> None:
@@ -124,11 +125,11 @@ class Region:
         for first, behind, other in used[self.seen :]:
             if first < stop and start < behind and overlaps(other.access, access):
                 self.near.append(other)
-        self.seen = len(used)
+        self.seen, self.newest = len(used), self.storage.newest
 
     def written(self, use: Use) -> None:
         """Remember a write, and forget what it covers."""
-        if self.seen < len(self.storage.used):
+        if self.newest is not self.storage.newest:
             self.look()
         for other in self.near:
             if covers(self.access, other.access):
@@ -143,7 +144,7 @@ class Region:
 
     def _remember(self, key: int, use: Use) -> None:
         if not self.used:
-            self.used = True
+            self.used, self.storage.newest = True, self
             self.storage.used.append((self.access.byte_start, self.access.byte_stop, self))
         self.uses[key] = use
 
@@ -151,9 +152,9 @@ class Region:
 class Storage:
     """What the timing pass knows of one allocation.
 
-    regions: by the identity of their access, of which a trace has one for each region; kernels
-    touch the same ones again and again, so which of them overlap is found once. used: those that
-    have had a use, with their bytes.
+    regions: by their access, of which a trace has one for each region; kernels touch the same ones
+    again and again, so which of them overlap is found once. used: those that have had a use, with
+    their bytes; newest: the last of them.
     end: end of the last access so far, by `user`.
     floor: when its memory is free, negative before first use; `freed_by` frees it.
     place: all of its bytes in its memory, of a tensor that lies at an address or in one buffer.
@@ -163,8 +164,9 @@ class Storage:
 
     def __init__(self, last_write: int, last_use: int, size: int) -> None:
         self.last_write, self.last_use, self.size = last_write, last_use, size
-        self.regions: dict[int, Region] = {}
+        self.regions: dict[Access, Region] = {}
         self.used: list[tuple[int, int, Region]] = []
+        self.newest: Region | None = None
         self.user: Booking | None = None
         self.freed_by: Booking | None = None
         self.end = 0.0
@@ -175,9 +177,10 @@ class Storage:
 
     def region(self, access: Access) -> Region:
         """Return the region of an access; it knows all used ones that it overlaps."""
-        region = self.regions.get(id(access))
-        if region is None:
-            region = self.regions[id(access)] = Region(self, access)
-        if region.seen < len(self.used):
+        try:
+            region = self.regions[access]
+        except KeyError:
+            region = self.regions[access] = Region(self, access)
+        if region.newest is not self.newest:
             region.look()
         return region

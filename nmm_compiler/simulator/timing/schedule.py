@@ -225,7 +225,7 @@ class Scheduler:
         line.tensor_throttled_us = self.tensor.throttled_us
         for storage in self.storages.values():
             for region in storage.regions.values():
-                del region.near, region.storage
+                del region.near, region.newest, region.storage
         vars(self).clear()
         return line
 

@@ -99,7 +99,7 @@ class Timeline:
         found: dict[str, list[Booking]] = collections.defaultdict(list)
         for several in self.bookings:
             for held in several:
-                found[held.kind].append(held)
+                found[held.kind] += [held]
         return found
 
     @functools.cached_property
