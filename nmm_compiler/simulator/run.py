@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import json
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +29,6 @@ from nmm_compiler.errors import (
     SimulationError,
     one_line,
 )
-from nmm_compiler.records import Record
 from nmm_compiler.report.parts import Grid, Line, Part
 from nmm_compiler.report.shown import Shown
 from nmm_compiler.report.text import as_text
@@ -60,7 +60,7 @@ _SHOWN = ("output", "shape", "dtype", "least", "most", "mean")  # of each output
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Simulation(Shown, Record):
+class Simulation(Shown):
     """The result of a run.
 
     outputs: tuple of NumPy arrays; None in timing mode. single: the kernel returned one tensor.
@@ -93,6 +93,10 @@ class Simulation(Shown, Record):
             "warnings": list(self.warnings),
             "profile": None if self.profile is None else self.profile.to_dict(),
         }
+
+    def to_json(self, indent: int | None = None) -> str:
+        """Return `to_dict` as JSON text."""
+        return json.dumps(self.to_dict(), indent=indent)
 
     def _rows(self) -> list[tuple[Any, ...]]:
         rows: list[tuple[Any, ...]] = []
