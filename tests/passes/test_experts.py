@@ -257,7 +257,8 @@ class Wide(Experts):
 
 class Scaled(Experts):
     def rows(self, rows):
-        return rows.mul_(2.0)
+        rows.mul_(2.0)
+        return rows
 
 
 class Crossed(Experts):

@@ -72,7 +72,8 @@ def decode_groups(outs, qs, ks, vs, rope, spec, schedule):
             soften(weights, own, largest[ready // each], qs[0].dtype, spec)
         if step[1]:
             if begins:
-                sums.append(make_sums(spec, schedule))
+                shape = sums_shape(spec, schedule)
+                sums.append(nl.ndarray(shape, dtype=nl.float32, buffer=nl.psum))
                 if g % each == 0:
                     # the weighted values of a set
                     shape = (128, spec.parts, schedule.pack, each * spec.columns)
@@ -141,15 +142,15 @@ def list_passes(step, schedule):
     return passes
 
 
-def make_sums(spec, schedule):
-    """Return sums of weighted values that take turns, each of parts of d x tiles x columns.
+def sums_shape(spec, schedule):
+    """Return the shape of sums of weighted values that take turns.
 
-    Eight share a bank, or there are four in more banks.
+    Each is of parts of d x tiles x columns. Eight share a bank, or there are four in more banks.
     """
     room = spec.parts * schedule.pack * spec.pitch
     most = 8 if room <= 64 else 4
     turns = min(most, max(1, spec.keys // 128 // schedule.pack))
-    return nl.ndarray((128, turns, room), dtype=nl.float32, buffer=nl.psum)
+    return (128, turns, room)
 
 
 def beside(tiles, wide, first, count, begin, width, schedule):
