@@ -73,7 +73,7 @@ BESIDE = 8
 ALIGN, RECOVERY_STEPS = 32, 60
 FORMS = (
     "bf16", "fp8", "mxfp4+64", "mxfp4+32", "mxfp4:0.67", "mxfp4+32fp8", "mxfp4+64fp8",
-    "int4+16", "int4+32", "mxfp4", "int4", "fp8+32",
+    "int4+32", "mxfp4", "int4",
 )  # fmt: skip
 ROUNDED = ", mxfp8 x"
 TRAINED_SECONDS = 300.0
