@@ -73,7 +73,7 @@ def decode_groups(outs, qs, ks, vs, rope, spec, schedule):
         if step[1]:
             if begins:
                 shape = sums_shape(spec, schedule)
-                sums.append(nl.ndarray(shape, dtype=nl.float32, buffer=nl.psum))
+                sums.append(nl.ndarray((128, shape[0], shape[1]), dtype=nl.float32, buffer=nl.psum))
                 if g % each == 0:
                     # the weighted values of a set
                     shape = (128, spec.parts, schedule.pack, each * spec.columns)
@@ -143,14 +143,14 @@ def list_passes(step, schedule):
 
 
 def sums_shape(spec, schedule):
-    """Return the shape of sums of weighted values that take turns.
+    """Return how many sums of weighted values take turns, and their parts of d x tiles x columns.
 
-    Each is of parts of d x tiles x columns. Eight share a bank, or there are four in more banks.
+    Eight share a bank, or there are four in more banks.
     """
     room = spec.parts * schedule.pack * spec.pitch
     most = 8 if room <= 64 else 4
     turns = min(most, max(1, spec.keys // 128 // schedule.pack))
-    return (128, turns, room)
+    return turns, room
 
 
 def beside(tiles, wide, first, count, begin, width, schedule):
