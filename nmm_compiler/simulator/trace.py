@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True)
 class Access:
     """A region of operands of instructions; all views of it in a trace share the record.
 

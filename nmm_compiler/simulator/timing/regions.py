@@ -152,9 +152,9 @@ class Region:
 class Storage:
     """What the timing pass knows of one allocation.
 
-    regions: by their access, of which a trace has one for each region; kernels touch the same ones
-    again and again, so which of them overlap is found once. used: those that have had a use, with
-    their bytes; newest: the last of them.
+    regions: by the identity of their access, of which a trace has one for each region; kernels
+    touch the same ones again and again, so which of them overlap is found once. used: those that
+    have had a use, with their bytes; newest: the last of them.
     end: end of the last access so far, by `user`.
     floor: when its memory is free, negative before first use; `freed_by` frees it.
     place: all of its bytes in its memory, of a tensor that lies at an address or in one buffer.
@@ -164,7 +164,7 @@ class Storage:
 
     def __init__(self, last_write: int, last_use: int, size: int) -> None:
         self.last_write, self.last_use, self.size = last_write, last_use, size
-        self.regions: dict[Access, Region] = {}
+        self.regions: dict[int, Region] = {}
         self.used: list[tuple[int, int, Region]] = []
         self.newest: Region | None = None
         self.user: Booking | None = None
@@ -177,10 +177,11 @@ class Storage:
 
     def region(self, access: Access) -> Region:
         """Return the region of an access; it knows all used ones that it overlaps."""
+        key = id(access)
         try:
-            region = self.regions[access]
+            region = self.regions[key]
         except KeyError:
-            region = self.regions[access] = Region(self, access)
+            region = self.regions[key] = Region(self, access)
         if region.newest is not self.newest:
             region.look()
         return region
