@@ -1,4 +1,4 @@
-"""Faults of this package, and programs that show one graph or one match alone.
+"""Faults of this package: which places they cost, and how they are told.
 
 An exception at one place of a graph drops that place, not the graph. `Faults.guard` stands around
 the reading of the graph and of each node, each question to a rule, the layout of each region and
@@ -10,16 +10,12 @@ raised as BrokenRuleError, since the user has to mend it.
 from __future__ import annotations
 
 import contextlib
-import itertools
-import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import fx
 
 from nmm_compiler.errors import TO_MEND, InternalFaultError, ModelError, broken_rule, internal_fault
@@ -92,19 +88,14 @@ class Faults:
     @contextlib.contextmanager
     def only_reading(self, rule: Any, graph: fx.Graph) -> Iterator[None]:
         """Raise BrokenRuleError for a rule of a user that edits the graph in the block."""
-        if self.is_built_in(rule):
-            yield
-            return
-        before = _parts(graph)
+        before = "" if self.is_built_in(rule) else str(graph)
         yield
-        for was, now in itertools.zip_longest(before, _parts(graph), fillvalue=(None,)):
-            if any(a is not b for a, b in itertools.zip_longest(was, now)):
-                raise broken_rule(
-                    rule.name,
-                    str(was[0] or now[0]),
-                    "pattern, check or combine edited the graph, which they only read; add nodes "
-                    "in rewrite, with the editor",
-                )
+        if before and str(graph) != before:
+            why = (
+                "pattern, check or combine edited the graph, which they only read; add nodes in "
+                "rewrite, with the editor"
+            )
+            raise broken_rule(rule.name, "graph", why)
 
     def leave(self, rule: str, *names: str, fault: bool = False) -> None:
         """Leave a rule's match at these nodes alone from now on; all of them after many faults."""
@@ -117,76 +108,13 @@ class Faults:
         """Return whether a rule's match at a node is to be left alone."""
         return any((self.graph, rule, at) in self._left for at in (name, ""))
 
-    def warn(self, module: fx.GraphModule, inputs: Sequence[Any] | None, options: Any) -> None:
+    def warn(self, command: str) -> None:
         """Warn of all faults at once, with the command that reproduces the first."""
-        if not self.found:
-            return
         first, *others = self.found.values()
         more = f" (and {len(others)} more)" if others else ""
         warnings.warn(
             f"nmm: a fault in nmm_compiler, {first}{more}. What it met stays as it was; "
             "everything else is rewritten, and results are right. To reproduce it run: "
-            f"{_command(module, inputs, options)} ; please report it with what that prints",
+            f"{command} ; please report it with what that prints",
             stacklevel=4,
         )
-
-
-def _parts(graph: fx.Graph) -> list[tuple[Any, ...]]:
-    """Return what an edit of a graph replaces: its nodes, and what each of them holds."""
-    return [(node, node.op, node.target, node.args, node.kwargs) for node in graph.nodes]
-
-
-def _command(module: fx.GraphModule, inputs: Sequence[Any] | None, options: Any) -> str:
-    """Write a program that compiles the graph alone under strict; return how to run it."""
-    try:
-        text = program_text(module, inputs, options.target)
-        with tempfile.NamedTemporaryFile(
-            "w", prefix="nmm_fault_", suffix=".py", delete=False, encoding="utf-8"
-        ) as file:
-            file.write(text)
-    except Exception:  # no text, or no place to write it: run the user's own program
-        return "your program with options={'strict': True}"
-    return f"python {Path(file.name)}"
-
-
-def program_text(module: fx.GraphModule, inputs: Sequence[Any] | None, target: str) -> str:
-    """Return a program that compiles a graph, with random weights and inputs, under strict.
-
-    Raises ValueError for a graph whose modules cannot be written down.
-    """
-    from torch._dynamo.debug_utils import NNModuleToString
-
-    if not NNModuleToString.can_convert_to_string(module):
-        raise ValueError("the graph calls modules that cannot be written down")
-    holders = [n for n in module.graph.nodes if n.op == "placeholder"]
-    if inputs is None:
-        inputs = [n.meta.get("example_value", n.meta.get("val")) for n in holders]
-    lines = ",\n    ".join(literal(value) for value in inputs)
-    return (
-        '"""A fault of nmm_compiler: running this shows it. Written by nmm_compiler."""\n'
-        "import torch\nimport torch.fx\nfrom torch import device, inf, nan, tensor\n\n"
-        f"{NNModuleToString.convert(module)}\n\n"
-        f"inputs = (\n    {lines},\n)\n"
-        f"options = {{'inner': 'eager', 'strict': True, 'target': {target!r}}}\n"
-        "with torch.no_grad():\n"
-        "    torch.compile(Repro(), backend='nmm', options=options)(*inputs)\n"
-        "print('no fault')\n"
-    )
-
-
-def literal(value: Any) -> str:
-    """Return Python code for an input like this one: its shape and dtype, with random numbers."""
-    if isinstance(value, torch.Tensor):
-        size, stride = ([_number(n) for n in part] for part in (value.shape, value.stride()))
-        last = sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-        held = last + 1 if all(size) else 0  # elements of the memory below; a view may repeat them
-        make = "randn" if value.is_floating_point() else "zeros"
-        return f"torch.{make}({held}).to({value.dtype}).as_strided({size}, {stride})"
-    return repr(_number(value) if isinstance(value, torch.SymInt) else value)
-
-
-def _number(size: Any) -> int:
-    """Return a size; one that depends on data counts as 4."""
-    if isinstance(size, torch.SymInt):
-        return int(size.node.hint) if size.node.has_hint() else 4
-    return int(size)

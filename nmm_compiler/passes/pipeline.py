@@ -40,6 +40,7 @@ from nmm_compiler.passes.graph.capture import all_graphs, arguments, to_graph
 from nmm_compiler.passes.graph.metadata import collect_values, value_key
 from nmm_compiler.passes.graph.read_graph import read_added, read_graph
 from nmm_compiler.passes.layout import assign_layouts, count_transposes
+from nmm_compiler.passes.reproduce import fault_command
 from nmm_compiler.passes.result import Explanation, RewriteResult, opportunities
 from nmm_compiler.passes.rules.adapters import Adapters
 from nmm_compiler.passes.rules.attention import Attention
@@ -454,7 +455,8 @@ def run(
     work = _Run(options, order, result)
     result.graph_module = work.graph(graph_module, example_inputs)
     result.declined += [*work.refused, *map(_internal, work.faults.found.values())]
-    work.faults.warn(graph_module, example_inputs, options)
+    if work.faults.found:
+        work.faults.warn(fault_command(graph_module, example_inputs, options.target))
     if options.verify:
         if example_inputs is None:
             raise no_real_inputs(None)

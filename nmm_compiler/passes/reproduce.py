@@ -1,19 +1,20 @@
-"""Writes a match as a Python script, to be attached to an issue.
+"""Writes a match, or a graph that meets a fault, as a Python program to be attached to an issue.
 
 The nodes that the match took over become a function. The tensors that they read become its
 arguments: shapes, strides and dtypes are those of the graph, the numbers are random, so that the
-script holds no weights.
+program holds no weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 from torch._dynamo.debug_utils import NNModuleToString
 
-from nmm_compiler.passes.faults import literal
 from nmm_compiler.passes.graph.canonical import Canonical
 from nmm_compiler.passes.graph.effects import fetch_attribute
 from nmm_compiler.passes.graph.metadata import collect_values
@@ -21,11 +22,7 @@ from nmm_compiler.passes.graph.read_graph import read_graph
 from nmm_compiler.passes.rules.base import Match
 from nmm_compiler.version import VERSION
 
-_SCRIPT = '''"""{match}{where}, alone, with random numbers.
-
-Written by nmm_compiler {version}. It ends with 1 where the match is not found, and raises where the
-rewritten graph computes something else. A rule of your own has to be passed as rules=[...].
-"""
+_PROGRAM = '''"""{title} Written by nmm_compiler {version}."""
 
 import torch
 import torch.fx
@@ -39,13 +36,44 @@ torch.manual_seed(0)
 inputs = (
     {inputs},
 )
-graph = torch.fx.symbolic_trace(Repro().train({training}))
+{ending}
+'''
+_OF_A_MATCH = """graph = torch.fx.symbolic_trace(Repro().train({training}))
 result = nmm.rewrite(graph, inputs, options={{"target": {target!r}}})
 print(result)
 print(result.diff())
 print(f"largest error: {{result.check(*inputs):.3f}} of what rounding explains")
-raise SystemExit(not any(match.rule == {rule!r} for match in result.matches))
-'''
+raise SystemExit(not any(match.rule == {rule!r} for match in result.matches))"""
+_OF_A_FAULT = """options = {{"inner": "eager", "strict": True, "target": {target!r}}}
+with torch.no_grad():
+    torch.compile(Repro(), backend="nmm", options=options)(*inputs)
+print("no fault")"""
+
+
+def _program(title: str, module: fx.GraphModule, inputs: Iterable[Any], ending: str) -> str:
+    """Return a program that makes a module and random inputs for it, and what it does with them."""
+    return _PROGRAM.format(
+        title=title, version=VERSION, ending=ending,
+        module=NNModuleToString.convert(module).strip(),
+        inputs=",\n    ".join(map(literal, inputs)),
+    )  # fmt: skip
+
+
+def fault_command(module: fx.GraphModule, inputs: Sequence[Any] | None, target: str) -> str:
+    """Write a program that compiles a graph alone under strict; return how to run it."""
+    if inputs is None:
+        holders = module.graph.find_nodes(op="placeholder")
+        inputs = [n.meta.get("example_value", n.meta.get("val")) for n in holders]
+    ending = _OF_A_FAULT.format(target=target)
+    try:
+        text = _program("A fault: running this shows it.", module, inputs, ending)
+        with tempfile.NamedTemporaryFile(
+            "w", prefix="nmm_fault_", suffix=".py", delete=False, encoding="utf-8"
+        ) as file:
+            file.write(text)
+    except Exception:  # no text, or no place to write it: run the user's own program
+        return "your program with options={'strict': True}"
+    return f"python {file.name}"
 
 
 def reproducer(
@@ -80,13 +108,11 @@ def reproducer(
     for copy in called:
         copy.target = copy.name  # a path, "layers.0.up", cannot be written down as one module
     made = fx.GraphModule({copy.name: one for copy, one in called.items()}, piece)
-    return _SCRIPT.format(
-        match=match, version=VERSION, rule=match.rule, target=target,
-        where=f" in {match.module}" if match.module else "",
-        training=any(one.training for one in called.values()),
-        module=NNModuleToString.convert(made).strip(),
-        inputs=",\n    ".join(literal(values[node]) for node in read),
-    )  # fmt: skip
+    where = f" in {match.module}" if match.module else ""
+    title = f"{match}{where}, alone, with random numbers. It ends with 1 where nothing is found."
+    training = any(one.training for one in called.values())
+    ending = _OF_A_MATCH.format(training=training, target=target, rule=match.rule)
+    return _program(title, made, (values[node] for node in read), ending)
 
 
 def _with_views(canonical: Canonical, names: set[str]) -> list[fx.Node]:
@@ -101,3 +127,21 @@ def _with_views(canonical: Canonical, names: set[str]) -> list[fx.Node]:
         if node.op.startswith("call") and (node.name in names or (is_view and read)):
             taken.add(node)
     return [node for node in canonical.graph.nodes if node in taken]
+
+
+def literal(value: Any) -> str:
+    """Return Python code for an input like this one: its shape and dtype, with random numbers."""
+    if isinstance(value, torch.Tensor):
+        size, stride = ([_number(n) for n in part] for part in (value.shape, value.stride()))
+        last = sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        held = last + 1 if all(size) else 0  # elements of the memory below; a view may repeat them
+        make = "randn" if value.is_floating_point() else "zeros"
+        return f"torch.{make}({held}).to({value.dtype}).as_strided({size}, {stride})"
+    return repr(_number(value) if isinstance(value, torch.SymInt) else value)
+
+
+def _number(size: Any) -> int:
+    """Return a size; one that depends on data counts as 4."""
+    if isinstance(size, torch.SymInt):
+        return int(size.node.hint) if size.node.has_hint() else 4
+    return int(size)

@@ -12,8 +12,8 @@ import rewrite_gallery as gallery
 
 import nmm_compiler as nmm
 from nmm_compiler.errors import ModelError, UnknownNameError
-from nmm_compiler.passes.faults import literal
 from nmm_compiler.passes.pipeline import RULES, run
+from nmm_compiler.passes.reproduce import literal
 from nmm_compiler.passes.rules import Rule
 from nmm_compiler.passes.rules.lowrank import LowRank
 

@@ -165,7 +165,7 @@ def test_internal_fault_is_in_the_backends_report_and_its_program_runs(monkeypat
     (text,) = [str(w.message) for w in caught if "a fault in nmm_compiler" in str(w.message)]
     program = text.partition("run: python ")[2].partition(" ; ")[0]
     text = Path(program).read_text(encoding="utf-8")
-    assert "'strict': True" in text
+    assert '"strict": True' in text
     monkeypatch.undo()  # the program rewrites the same graph, and nothing is broken any more
     exec(compile(text, program, "exec"), {"__name__": "program"})
     assert capsys.readouterr().out.strip() == "no fault"
