@@ -7,13 +7,12 @@ RewriteResult. The caller's graph never changes. A fault of this package drops o
 
 An `Attempt` at a graph goes step by step. A half-made emission is never repaired: the attempt's
 copy of the graph is discarded, and the next attempt skips the place that failed. After a fault
-without a single place, the graph is not rewritten. The checks after each step raise ValueError with
+without a single place, the graph is not rewritten. The check of a step raises ValueError with
 what is wrong, which is such a fault.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -171,12 +170,14 @@ class Attempt:
         self.matches.sort(key=lambda m: position[m.node])
         for match in self.matches:
             match.graph, match.length = self.faults.graph, _terms(self.c, match.nodes)
+        matches_are_apart(self)
 
     def lay_out(self) -> None:
         """Give every tensor between calls a layout; built-in rules only."""
         self.result.matches += self.matches
         if self.built_in:
             assign_layouts(self.c, self.matches)
+            layouts_agree(self)
             self.result.transposes_before += count_transposes(self.c)
             self.result.opportunities += opportunities(self.c, self.taken)
 
@@ -231,7 +232,6 @@ class Attempt:
                 if not isinstance(new, fx.Node):
                     said = f"rewrite returned {new!r}; return the node that takes the match's place"
                     raise TypeError(said)
-                _check_replacement(self.c, match.node, new)
                 editor.replace(match.node, new)
             replaced = ((old.name, editor.replaced.get(old)) for old in finals)
             match.emitted = tuple((old, one.name) for old, one in replaced if one is not None)
@@ -283,14 +283,6 @@ def _checked(rule: Rule, found: Any, method: str = "check") -> Match | Refusal |
     return found
 
 
-def every_node_is_read(attempt: Attempt) -> None:
-    """Every node has a form, or is a view of a value that has one."""
-    c = attempt.c
-    for node in c.graph.nodes:
-        if node not in c.views or c.views[node][0] not in c.forms:
-            raise ValueError(f"node {node.name} has neither a form nor a view")
-
-
 def matches_are_apart(attempt: Attempt) -> None:
     """No two matches take over the same node; constants may be shared."""
     c = attempt.c
@@ -323,37 +315,6 @@ def layouts_agree(attempt: Attempt) -> None:
             raise ValueError(f"{call.final.name} reads x as the transpose that nothing makes")
 
 
-def _check_replacement(c: Canonical, old: fx.Node, new: fx.Node) -> None:
-    """The replacement of a value has its dtype and rank, and its sizes where both are numbers."""
-    was, now = c.tensor(old), c.tensor(new)
-    if was is None or now is None:
-        return
-    pairs = zip(c.sizes(old), c.sizes(new), strict=False)
-    same = all(a == b for a, b in pairs if isinstance(a, int) and isinstance(b, int))
-    if was.dtype != now.dtype or was.dim() != now.dim() or not same:
-        raise ValueError(
-            f"{new.name} is {now.dtype} {list(now.shape)} in place of {old.name}, {was.dtype} "
-            f"{list(was.shape)}; rewrite returns a value of the same shape and dtype"
-        )
-
-
-def values_agree(attempt: Attempt) -> None:
-    """Each replacement is like the value that it replaces."""
-    for old, new in attempt.editor.replaced.items():
-        _check_replacement(attempt.c, old, new)
-
-
-def added_nodes_are_read(attempt: Attempt) -> None:
-    """Every node that a rewrite added has a value and a reader."""
-    for node in attempt.editor.added:
-        if node.graph is not attempt.module.graph or node._erased:
-            continue
-        if node not in attempt.c.values:
-            raise ValueError(f"the new node {node.name} has no value")
-        if not node.users and attempt.built_in:
-            raise ValueError(f"nothing reads the new node {node.name}")
-
-
 def _new_folder(path: str) -> Path | None:
     """Return a new folder, `graph000` and so on, of the graph at a path in that of the option; None
     without the option."""
@@ -361,11 +322,8 @@ def _new_folder(path: str) -> Path | None:
     if directory is None:
         return None
     base = Path(directory).expanduser()
-    for number in itertools.count(len(list(base.glob("graph*")))):
-        folder = base / (f"graph{number:03d}" + (f"_{path}" if path else ""))
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir(parents=True)
-            break
+    folder = base / (f"graph{len([*base.glob('graph*')]):03d}" + (f"_{path}" if path else ""))
+    folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
@@ -398,22 +356,13 @@ RULES: tuple[Rule, ...] = (
 """The built-in rules, in the order in which they are asked."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Pass:
-    """A step: its method of an attempt, and the check that raises where its result is wrong."""
-
-    name: str
-    run: Callable[[Attempt], None]
-    check: Callable[[Attempt], None]
-
-
-PASSES: tuple[Pass, ...] = (
-    Pass("read", Attempt.read, every_node_is_read),
-    Pass("match", Attempt.match, matches_are_apart),
-    Pass("combine", Attempt.combine, matches_are_apart),
-    Pass("layout", Attempt.lay_out, layouts_agree),
-    Pass("emit", Attempt.emit, values_agree),
-    Pass("lint", Attempt.lint, added_nodes_are_read),
+PASSES: tuple[Callable[[Attempt], None], ...] = (
+    Attempt.read,
+    Attempt.match,
+    Attempt.combine,
+    Attempt.lay_out,
+    Attempt.emit,
+    Attempt.lint,
 )
 """The steps of a rewrite, in order: the built-in rules at once, then each rule of a user."""
 
@@ -425,12 +374,11 @@ def apply(attempt: Attempt, rules: tuple[Rule, ...], folder: Path | None) -> boo
     """
     attempt.rules = rules
     for step in PASSES:
-        step.run(attempt)
+        step(attempt)
         if attempt.dropped:
             return False
-        step.check(attempt)
         if folder is not None:
-            _dump(folder, step.name, attempt)
+            _dump(folder, step.__name__, attempt)
     return True
 
 
@@ -495,15 +443,13 @@ def rewrite(
     """
     module, inputs = to_graph(model_or_graph, example_inputs)
     made = Options.make(options)
-    verify, made = verify or made.verify, dataclasses.replace(made, verify=False)
-    result = run(module, inputs, made, rules)
-    if verify:
+    result = run(module, inputs, dataclasses.replace(made, verify=False), rules)
+    if verify or made.verify:
         given = getattr(model_or_graph, "example_inputs", None)  # of an ExportedProgram
         given = given if example_inputs is None else arguments(example_inputs)
         if given is None:
             raise no_real_inputs(None)
-        args, kwargs = given
-        result.check(*args, **kwargs)
+        result.check(*given[0], **given[1])
     return result
 
 

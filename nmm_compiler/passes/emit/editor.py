@@ -256,9 +256,19 @@ class Editor:
     def replace(self, old: fx.Node, new: fx.Node) -> None:
         """Let every reader of `old` read `new`, with the strides that they depend on.
 
-        Nodes that were added behind `old` to compute `new` still read `old`.
+        Raises ValueError for a value of another dtype, rank or size. Nodes that were added behind
+        `old` to compute `new` still read `old`.
         """
-        if all(isinstance(self.c.values.get(node), torch.Tensor) for node in (old, new)):
+        was, now = self.c.tensor(old), self.c.tensor(new)
+        if was is not None and now is not None:
+            pairs = zip(self.c.sizes(old), self.shape(new), strict=False)
+            same = all(a == b for a, b in pairs if isinstance(a, int) and isinstance(b, int))
+            if was.dtype != now.dtype or was.dim() != now.dim() or not same:
+                raise ValueError(
+                    f"{new.name} is {now.dtype} {list(now.shape)} in place of {old.name}, "
+                    f"{was.dtype} {list(was.shape)}; rewrite returns a value of the same shape "
+                    "and dtype"
+                )
             new = self.like(new, old)
         if self.value_key in old.meta:
             new.meta.setdefault(self.value_key, old.meta[self.value_key])
