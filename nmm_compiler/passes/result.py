@@ -15,9 +15,9 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from torch import fx
+from torch import fx, nn
 
 from nmm_compiler.errors import NmmError, UnknownNameError
 from nmm_compiler.kernels.linear.specs import LowRankSpec
@@ -39,6 +39,7 @@ from nmm_compiler.report.parts import Drawing, Grid, Line, Part, Section
 from nmm_compiler.report.shown import Shown
 from nmm_compiler.report.text import counted
 
+_T = TypeVar("_T")
 NEXT = (
     "next: nmm plan DIRECTORY names the form of the weights that pays for the whole model (fp8, "
     "few bits with a branch, low rank); nmm_compiler.compress(model, 0.2) makes this one"
@@ -164,35 +165,30 @@ def opportunities(c: Canonical, covered: set[fx.Node]) -> list[Opportunity]:
 
 
 _MOST_NODES = 40
-_MOST_PICTURES = 12
 
 
 def graph_parts(
     original: fx.GraphModule, rewritten: fx.GraphModule, matches: Iterable[Match]
 ) -> list[Part]:
     """Return a section with the picture before and after for each kind of match."""
-    groups: dict[tuple[str, str], list[Match]] = {}
-    for match in matches:
-        place = re.sub(r"\b\d+\b", "*", match.module or match.name)
-        sizes = ", ".join(f"{k}={match.info[k]}" for k in "mkrn" if k in match.info)
-        groups.setdefault((f"{match.kind} {sizes}", place), []).append(match)
+    sizes = ("m", "k", "r", "n")
+    kinds = grouped(((m.kind, *(str(m.info.get(size, "-")) for size in sizes)), m) for m in matches)
     parts: list[Part] = []
-    for (what, place), same in list(groups.items())[:_MOST_PICTURES]:
+    for (kind, *shape), same in kinds.items():
         match = same[0]
         fused, added = {node.name for node in match.nodes}, set(match.added)
         before = _picture(original, match.graph, fused, "fused", "before")
         after = _picture(rewritten, match.graph, added, "call", "after")
-        times = f" x {len(same)}" if len(same) > 1 else ""
-        parts.append(Section(f"{what} at {place}{times}", (before, after)))
-    if len(groups) > _MOST_PICTURES:
-        parts.append(Line(f"and {len(groups) - _MOST_PICTURES} more kinds of matches", "note"))
+        shown = ", ".join(f"{size}={value}" for size, value in zip(sizes, shape, strict=True))
+        title = f"{len(same)} x {kind} {shown} at {places_of(m.module or m.name for m in same)}"
+        parts.append(Section(title, (before, after)))
     return parts
 
 
 def _picture(module: fx.GraphModule, path: str, names: set[str], kind: str, when: str) -> Drawing:
     """Return the picture of nodes of the graph at a path, marked as a kind, and of their
     neighbours."""
-    inner: Any = module.get_submodule(path) if path else module
+    inner: Any = module.get_submodule(path)
     centre = [node for node in inner.graph.nodes if node.name in names]
     around = {n for node in centre for n in (node, *node.all_input_nodes, *node.users)}
     shown = [node for node in inner.graph.nodes if node in around and node.op != "output"]
@@ -202,7 +198,6 @@ def _picture(module: fx.GraphModule, path: str, names: set[str], kind: str, when
             _what(node),
             tuple(n.name for n in node.all_input_nodes),
             "transpose" if transposes(node) else kind if node.name in names else "",
-            _stored_path(node),
         )
         for node in shown[:_MOST_NODES]
     ]  # fmt: skip
@@ -210,27 +205,15 @@ def _picture(module: fx.GraphModule, path: str, names: set[str], kind: str, when
     return graph(drawn, f"{when}: {count}, with what they read and who reads them")
 
 
-def _stored_path(node: fx.Node) -> str:
-    """Return the path of a parameter or buffer that is an input of the graph, else nothing.
-
-    Dynamo names it l_self_modules_mlp_modules_up_parameters_weight_: mlp.up.weight.
-    """
-    parts = re.split(r"_(?:modules|parameters|buffers)_", str(node.target))
-    if node.op != "placeholder" or len(parts) < 2:
-        return ""
-    return ".".join([*parts[1:-1], parts[-1].rstrip("_")])
-
-
 def _what(node: fx.Node) -> str:
     """Return what a node computes and the shape of its value, in few words."""
     value: Any = node.meta.get("example_value", node.meta.get("val"))
     shape = f" [{', '.join(map(str, value.shape))}]" if hasattr(value, "shape") else ""
+    if node.op == "get_attr" or isinstance(value, nn.Parameter):
+        return f"parameter{shape}"
+    if node.op == "placeholder":
+        return f"input{shape}"
     name = target_name(node) or str(getattr(node.target, "__name__", node.target))
-    if node.op in ("placeholder", "get_attr"):
-        stored = node.op == "get_attr" or _stored_path(node)
-        return ("parameter" if stored else "input") + shape
-    elif node.op == "call_module":
-        name = f"module {node.target}"
     where = module_path(node)
     return f"{name}{shape}" + (f"  in {where}" if where else "")
 
@@ -369,14 +352,13 @@ class RewriteResult(Shown):
         )
 
     def parts(self) -> list[Part]:
-        """Return the fused calls, the layouts, the refusals with reasons, and the opportunities."""
+        """Return the fused calls, the refusals with reasons, and the opportunities."""
         gain = calls_bring(m.info["predicted"] for m in self.matches if "predicted" in m.info)
         return [
             Line(self.summary(), "headline"),
             *([Line(gain, "headline")] if gain else []),
             *_matches(self),
             *(Line(str(count), "note") for count in self.rules.values()),
-            *_layouts(self),
             *declined_parts(self.declined),
             *_opportunities(self.opportunities, self.target),
         ]
@@ -462,9 +444,9 @@ class Explanation(Shown):
 # -- the parts of a report ----------------------------------------------------------------------
 
 
-def grouped(rows: Iterable[tuple[Any, str]]) -> dict[Any, list[str]]:
-    """Return key -> places, in the order in which keys come."""
-    groups: dict[Any, list[str]] = {}
+def grouped(rows: Iterable[tuple[Any, _T]]) -> dict[Any, list[_T]]:
+    """Return key -> what has it, in the order in which keys come."""
+    groups: dict[Any, list[_T]] = {}
     for key, place in rows:
         groups.setdefault(key, []).append(place)
     return groups
@@ -539,23 +521,6 @@ def slower_than_dense(match: Match) -> str:
         f"{near}{what}: dense weights are predicted to take less ({found['source']}); use a "
         "smaller rank or keep the layer dense"
     )
-
-
-def _layouts(result: RewriteResult) -> list[Part]:
-    """Return how many results stay turned, and what transposes of x are left in kernels."""
-    calls = [m.info for m in result.matches if "x_layout" in m.info]
-    rows = [info for info in calls if info["x_layout"] == "row"]
-    turned = sum(info["out_layout"].split(",").count("col") for info in calls)
-    lines = []
-    if turned:
-        lines.append(f"{counted(turned, 'result')} made [features, tokens]")
-    if rows:
-        elements = sum(int(info["k"]) for info in rows)
-        lines.append(
-            f"{len(rows)} of {counted(len(calls), 'call')}: x is read [tokens, features] and "
-            f"transposed by the load, {elements:,} elements per token"
-        )
-    return [Section("layouts", tuple(map(Line, lines)))] if lines else []
 
 
 def declined_parts(declined: Sequence[Declined]) -> list[Part]:

@@ -149,16 +149,12 @@ _OF_KIND = {"fused": "--a", "transpose": "--b", "call": "--c", "": "--soft"}
 
 @dataclass(frozen=True)
 class GraphNode:
-    """One node. reads: names of nodes above; kind: "fused", "transpose", "call" or nothing.
-
-    label: what is written in place of the name.
-    """
+    """One node. reads: names of nodes above; kind: "fused", "transpose", "call" or nothing."""
 
     name: str
     what: str
     reads: tuple[str, ...] = ()
     kind: str = ""
-    label: str = ""
 
 
 def graph(nodes: Sequence[GraphNode], text: str) -> Drawing:
@@ -188,7 +184,7 @@ def graph(nodes: Sequence[GraphNode], text: str) -> Drawing:
         body.append(f'<circle cx="{left - 8}" cy="{y}" r="4" fill="var({colour})">'
                     f"{hint(said)}</circle>")  # fmt: skip
         mark = "\u21c4 " if node.kind == "transpose" else ""
-        line = f"{mark}{_cut(node.label or node.name, 34)} = {node.what}"
+        line = f"{mark}{_cut(node.name, 34)} = {node.what}"
         body.append(label(left + 4, y + 4, _cut(line, int((WIDTH - left) / _LETTER))))
     return Drawing(svg(body, _middle(len(nodes)), text), text)
 
