@@ -58,7 +58,7 @@ from nmm_compiler.ops.lower import (
 from nmm_compiler.ops.operands import of_each
 from nmm_compiler.ops.references import as_matrix
 from nmm_compiler.options import Options
-from nmm_compiler.passes.graph.read_operations import local_part
+from nmm_compiler.passes.graph.read_graph import local_part
 from nmm_compiler.passes.result import could_bring, graph_parts, slower_than_dense
 from nmm_compiler.report.text import counted
 from nmm_compiler.runtime import neuron

@@ -40,8 +40,7 @@ from nmm_compiler.lowrank_models.ranks import Shape
 from nmm_compiler.lowrank_models.report import Timed
 from nmm_compiler.ops.launches import dtype_name
 from nmm_compiler.passes.graph.canonical import Canonical, Key, Product, owner_of
-from nmm_compiler.passes.graph.capture import all_graphs, arguments
-from nmm_compiler.passes.graph.metadata import collect_values
+from nmm_compiler.passes.graph.capture import all_graphs, arguments, collect_values
 from nmm_compiler.passes.graph.read_graph import read_graph
 from nmm_compiler.passes.rules.gated_mlp import gates_at
 from nmm_compiler.passes.rules.lowrank import products_at

@@ -19,7 +19,7 @@ from nmm_compiler.passes.chains.safety import readings, real_users
 from nmm_compiler.passes.emit.calls import Call, source_over_raw
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import Canonical
-from nmm_compiler.passes.graph.read_operations import TURNED
+from nmm_compiler.passes.graph.read_graph import TURNED
 from nmm_compiler.passes.graph.torch_names import target_name
 from nmm_compiler.passes.graph.views import Dims
 from nmm_compiler.passes.rules.base import Match

@@ -60,7 +60,7 @@ from nmm_compiler.passes.graph.canonical import (
     dtype_name,
     owner_of,
 )
-from nmm_compiler.passes.graph.metadata import collect_values
+from nmm_compiler.passes.graph.capture import collect_values
 from nmm_compiler.passes.graph.read_graph import read_graph
 from nmm_compiler.passes.graph.torch_names import target_name
 from nmm_compiler.passes.graph.views import Dims, Size

@@ -35,8 +35,13 @@ from nmm_compiler.passes.emit.calls import Call
 from nmm_compiler.passes.emit.editor import Editor, NotEmittedError
 from nmm_compiler.passes.faults import Fault, Faults
 from nmm_compiler.passes.graph.canonical import Canonical, owner_of
-from nmm_compiler.passes.graph.capture import all_graphs, arguments, to_graph
-from nmm_compiler.passes.graph.metadata import collect_values, value_key
+from nmm_compiler.passes.graph.capture import (
+    all_graphs,
+    arguments,
+    collect_values,
+    to_graph,
+    value_key,
+)
 from nmm_compiler.passes.graph.read_graph import read_added, read_graph
 from nmm_compiler.passes.layout import assign_layouts, count_transposes
 from nmm_compiler.passes.reproduce import fault_command

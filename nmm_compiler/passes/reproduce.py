@@ -16,8 +16,8 @@ from torch import fx
 from torch._dynamo.debug_utils import NNModuleToString
 
 from nmm_compiler.passes.graph.canonical import Canonical
+from nmm_compiler.passes.graph.capture import collect_values
 from nmm_compiler.passes.graph.effects import fetch_attribute
-from nmm_compiler.passes.graph.metadata import collect_values
 from nmm_compiler.passes.graph.read_graph import read_graph
 from nmm_compiler.passes.rules.base import Match
 from nmm_compiler.version import VERSION

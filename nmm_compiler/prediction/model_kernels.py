@@ -23,8 +23,7 @@ from nmm_compiler.lowrank_models.tensor_parallel import linear_roles
 from nmm_compiler.ops.launches import view_turned
 from nmm_compiler.ops.lower import graph_call, lower
 from nmm_compiler.options import DTYPES, LADDER, Options
-from nmm_compiler.passes.graph.capture import all_graphs
-from nmm_compiler.passes.graph.metadata import collect_values
+from nmm_compiler.passes.graph.capture import all_graphs, collect_values
 from nmm_compiler.passes.pipeline import rewrite
 from nmm_compiler.prediction.meta_models import MetaModel, read_config
 from nmm_compiler.prediction.predict import model_phases, prepare

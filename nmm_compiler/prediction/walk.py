@@ -32,9 +32,8 @@ from nmm_compiler.lowrank_models.predicted_time import (
 from nmm_compiler.ops.launches import dtype_name, view_turned
 from nmm_compiler.ops.lower import graph_call, lower, op_name
 from nmm_compiler.passes.graph.canonical import Add, Canonical, Norm, owner_of
-from nmm_compiler.passes.graph.capture import all_graphs, arguments
+from nmm_compiler.passes.graph.capture import all_graphs, arguments, collect_values
 from nmm_compiler.passes.graph.effects import upstream
-from nmm_compiler.passes.graph.metadata import collect_values
 from nmm_compiler.passes.graph.read_graph import read_graph
 from nmm_compiler.passes.pipeline import rewrite
 from nmm_compiler.passes.rules.attention import unrotated

@@ -15,7 +15,7 @@ from nmm_compiler.passes import layout, pipeline
 from nmm_compiler.passes.emit import calls
 from nmm_compiler.passes.emit.editor import Editor
 from nmm_compiler.passes.graph import canonical
-from nmm_compiler.passes.graph import read_operations as table
+from nmm_compiler.passes.graph import read_graph as table
 from nmm_compiler.passes.pipeline import run
 from nmm_compiler.passes.rules.lowrank import LowRank
 from nmm_compiler.passes.rules.shared import SharedX

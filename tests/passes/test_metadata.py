@@ -10,7 +10,7 @@ from models import kinds_of
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from nmm_compiler.passes.graph.metadata import collect_values
+from nmm_compiler.passes.graph.capture import collect_values
 from nmm_compiler.passes.pipeline import run
 
 SAID = []

@@ -113,15 +113,15 @@ def test_verify_names_the_first_of_the_matches_that_an_output_depends_on():
 
 
 def test_verify_finds_a_built_in_rule_that_is_wrong(monkeypatch):
-    from nmm_compiler.passes.emit import linears
+    from nmm_compiler.passes.emit import calls
 
-    right = linears.fold_chain
+    right = calls.fold_chain
 
     def wrong(editor, chain, *stored):
         folded = right(editor, chain, *stored)
         return folded | {"scale": 1.01 * folded["scale"]}
 
-    monkeypatch.setattr(linears, "fold_chain", wrong)
+    monkeypatch.setattr(calls, "fold_chain", wrong)
     with pytest.raises(VerificationError, match=r"wrong result is lowrank at linear_1 .*in pb"):
         rewrite(Layers(between=torch.tanh), (X,), verify=True)
 

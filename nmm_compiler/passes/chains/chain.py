@@ -49,7 +49,7 @@ from nmm_compiler.passes.graph.canonical import (
     owner_of,
 )
 from nmm_compiler.passes.graph.effects import upstream
-from nmm_compiler.passes.graph.read_operations import DISTRIBUTED, is_distributed
+from nmm_compiler.passes.graph.read_graph import DISTRIBUTED, is_distributed
 from nmm_compiler.passes.graph.views import FEATURE, Atom, Dim, Dims, Size
 
 _T = TypeVar("_T")

@@ -40,7 +40,7 @@ from nmm_compiler.passes.graph.canonical import (
     owner_of,
 )
 from nmm_compiler.passes.graph.effects import is_ignorable
-from nmm_compiler.passes.graph.read_operations import is_distributed
+from nmm_compiler.passes.graph.read_graph import is_distributed
 from nmm_compiler.prices.ways import Ways, ways
 from nmm_compiler.report.text import counted
 

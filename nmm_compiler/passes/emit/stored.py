@@ -34,7 +34,7 @@ from nmm_compiler.passes.graph.canonical import (
     dtype_name,
     owner_of,
 )
-from nmm_compiler.passes.graph.read_operations import is_distributed
+from nmm_compiler.passes.graph.read_graph import is_distributed
 
 STORED_FP8 = torch.float8_e4m3fn
 NAMES = {

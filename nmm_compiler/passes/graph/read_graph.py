@@ -1,44 +1,867 @@
 """Reads a graph into canonical forms: one sweep for Dynamo, export, symbolic_trace and ATen graphs.
 
 Shapes come from metadata, so a `view(-1)` never needs arithmetic. An operation without effect on
-values (eval dropout, no-op casts, copies, identities) is a view that rearranges nothing. Each
-handler of the table takes a bound call and returns a form, a view as (source, dims), or None for
-"not
-understood", which leaves the node opaque.
+values (eval dropout, no-op casts, copies, identities) is a view that rearranges nothing.
+
+`TABLE`: canonical name of an operation -> how to read it as a form or a view.
+A handler gets the graph read so far, the call, and those arguments that it has parameters for
+(`ALIASES` has torch's other names of these). It returns a form, (source, dims) when the call only
+rearranges its source, or None when this use of the operation is not understood. `read_module` reads
+the modules that `symbolic_trace` leaves as calls.
+
+Every spelling of a contraction becomes labelled products of two operands, as an einsum says it.
+Labels are integers, one per dimension: those of "..." count from the right, which is how
+broadcasting lines them up. Core ATen's sums of elementwise products are products too: mv(a, x)
+becomes sum(a * x, 1), and diag(s) becomes where(arange == arange.unsqueeze(-1), s, 0) there.
+
+Tensor parallelism puts steps between the two products of a chain that is cut along its rank:
+
+    h = linear(x, a)                          # a cut by outputs, h cut by features
+    h = from_local(to_local(h.redistribute([Shard(-1)])), mesh, [Shard(-1)])
+    y = linear(h, b)                          # b cut by inputs, y a sum over the devices
+    y.redistribute([Replicate()])
+
+A redistribution to where a tensor (DTensor) is already, and a local tensor that becomes the same
+tensor again, are rearrangements that rearrange nothing. Every other one moves data.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import functools
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from nmm_compiler.options import Options
 from nmm_compiler.passes.faults import Faults
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import (
+    Activation,
+    Add,
+    AlongLast,
     Canonical,
     Cast,
+    Concatenation,
+    DeviceSum,
+    Diagonal,
     Key,
     Leaf,
+    Norm,
     Opaque,
     Part,
     Product,
     Result,
+    Scale,
+    Softmax,
     View,
     Virtual,
+    owner_of,
 )
-from nmm_compiler.passes.graph.effects import fetch_attribute, is_pure, storages_of
-from nmm_compiler.passes.graph.read_operations import Call, read_call, read_module
+from nmm_compiler.passes.graph.effects import fetch_attribute, is_pure, storages_of, upstream
 from nmm_compiler.passes.graph.spelled_out import norm_around, spelled_out
 from nmm_compiler.passes.graph.torch_names import (
     changes_gradient,
     is_inplace_name,
+    signature,
     target_name,
 )
-from nmm_compiler.passes.graph.views import Dims
+from nmm_compiler.passes.graph.views import Dim, Dims, identity
+
+
+class Call(NamedTuple):
+    """A node that calls an operation, and the canonical name of the operation."""
+
+    node: fx.Node
+    name: str
+
+
+Handler = Callable[..., Result]
+# What parameters of torch are called here, where a handler has none of the same name.
+ALIASES = {
+    **dict.fromkeys(("input", "self", "a", "x", "local_tensor"), "source"),
+    **dict.fromkeys(("weight", "b", "mat2", "batch2", "vec", "tensor"), "other"),
+    **dict.fromkeys(("batch1", "mat"), "mat1"),
+    **dict.fromkeys(("min", "threshold"), "low"),
+    **dict.fromkeys(("max", "value"), "high"),
+    "axis": "dim", "key": "index", "train": "training", "dims_self": "dims", "offset": "diagonal",
+    "tensors": "operands", "matrices": "tensors",
+}  # fmt: skip
+
+
+def read_call(c: Canonical, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Result:
+    """Return what a call is; None for an operation, or a use of it, that no handler understands."""
+    handler = TABLE.get(call.name)
+    if handler is None:
+        return None
+    names = signature(handler)[2:]
+    given = dict(zip(names, args, strict=False))
+    for name, value in kwargs.items():
+        own = name if name in names else ALIASES.get(name)
+        if own in names:
+            given.setdefault(own, value)
+    return handler(c, call, **given)
+
+
+LARGEST_ELEMENTS = 1 << 26  # of a value that is computed to be read: 8192 queries and keys
+# Functions of their arguments alone: nothing random, nothing that writes, no memory as it is.
+_PURE = frozenset(
+    {
+        "add", "alias", "all", "any",
+        "arange", "bitwise_and", "bitwise_not", "bitwise_or", "bool", "cat",
+        "chunk", "clamp", "clone", "constant_pad_nd", "contiguous", "cumsum", "detach", "diff",
+        "eq", "expand", "expand_as", "flatten", "float", "full", "full_like", "ge", "getitem",
+        "gt", "index", "int", "le", "logical_and",
+        "logical_not", "logical_or", "long", "lt", "masked_fill", "maximum", "minimum", "mul",
+        "ne", "neg", "new_full", "new_ones", "new_zeros", "ones", "ones_like", "permute",
+        "repeat", "reshape", "rsub", "scalar_tensor", "select", "slice", "squeeze", "stack",
+        "sub", "t", "to", "transpose", "tril", "triu", "type", "unsqueeze", "view", "where",
+        "zeros", "zeros_like",
+    }
+)  # fmt: skip
+
+
+def constant_value(graph: Canonical, node: fx.Node) -> torch.Tensor | fx.Node:
+    """Return the value of a node, or the node because of which it is not known."""
+    cone = upstream([node])
+    for current in cone:
+        unknown = target_name(current) not in _PURE or graph.effects.is_written(current)
+        if unknown or _elements(graph, current) > LARGEST_ELEMENTS:
+            return current
+    values: dict[fx.Node, Any] = {}
+    with _disable_current_modes(), torch.no_grad():
+        for current in graph.graph.nodes:
+            if current in cone:
+                given = fx.map_arg((current.args, current.kwargs), values.__getitem__)
+                args, kwargs = fx.node.map_aggregate(given, _on_cpu)
+                if "device" in kwargs:
+                    kwargs = {**kwargs, "device": torch.device("cpu")}
+                try:
+                    values[current] = _apply(current, args, kwargs)
+                except (TypeError, RuntimeError, ValueError, IndexError):
+                    return current
+    found = values[node]
+    return found if isinstance(found, torch.Tensor) else node
+
+
+def _apply(node: fx.Node, args: Any, kwargs: Any) -> Any:
+    """Return what a function or a method of the graph returns for other arguments."""
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    assert callable(node.target)
+    return node.target(*args, **kwargs)
+
+
+def _on_cpu(value: Any) -> Any:
+    return torch.device("cpu") if isinstance(value, torch.device) else value
+
+
+def _elements(graph: Canonical, node: fx.Node) -> float:
+    """Return how many elements a value has; infinitely many where a size is symbolic."""
+    value = graph.tensor(node)
+    sizes = () if value is None else tuple(value.shape)
+    return math.prod(sizes) if all(isinstance(size, int) for size in sizes) else math.inf
+
+
+def is_distributed(value: Any) -> bool:
+    """Say whether a value is a DTensor; the class itself takes most of a second to import."""
+    return isinstance(value, torch.Tensor) and type(value).__name__ == "DTensor"
+
+
+def local_part(value: Any) -> Any:
+    """Return what a value is on this device."""
+    return value._local_tensor if is_distributed(value) else value
+
+
+def _from_local(c: Canonical, call: Call, source: Any = None) -> Result:
+    """Read a local tensor as the DTensor that it is a part of, unless gradients may change."""
+    if not isinstance(source, fx.Node) or target_name(source) != "to_local":
+        return None
+    if any(call.node.kwargs.get(name) for name in ("grad_placements", "run_check")):
+        return None
+    result = _redistribute(c, call, source.all_input_nodes[0])
+    if not isinstance(result, tuple):
+        return None
+    c.helpers[call.node] = frozenset((source,))
+    return result
+
+
+def _redistribute(c: Canonical, call: Call, source: Any = None) -> Result:
+    """Read a node as its source where both are one tensor, cut in one way over one mesh; as the sum
+    over its devices where that is what each of them gets."""
+    if not isinstance(source, fx.Node):
+        return None
+    old, new = c.tensor(source), c.tensor(call.node)
+    if not is_distributed(old) or not is_distributed(new):
+        return None
+    before, after = old._spec, new._spec  # type: ignore[union-attr]
+    shape = c.shape(source)
+    if shape is None or shape != c.shape(call.node) or before.mesh != after.mesh:
+        return None
+    if before.placements == after.placements:
+        return source, views.identity(shape)
+    was, now = before.placements[0], after.placements[0]
+    summed = was.is_partial() and getattr(was, "reduce_op", "") == "sum" and now.is_replicate()
+    return DeviceSum("redistribute", (source,)) if summed and before.mesh.ndim == 1 else None
+
+
+DISTRIBUTED: dict[str, Handler] = {
+    "redistribute": _redistribute,
+    "from_local": _from_local,
+    "torch.distributed.tensor.from_local": _from_local,
+    "torch.distributed.tensor._api.from_local": _from_local,
+}
+
+
+Labels = tuple[list[tuple[int, ...]], tuple[int, ...]]
+"""The labels of each operand of a contraction, and of the result."""
+
+
+def _is_tensor(c: Canonical, value: Any) -> bool:
+    return isinstance(value, (fx.Node, Virtual)) and c.shape(value) is not None
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def _of_one(read: Handler, kept: bool = False) -> Handler:
+    """Return the handler of a function of one tensor; kept: which the result is like."""
+
+    @functools.wraps(read)
+    def handler(c: Canonical, call: Call, source: Any = None, **given: Any) -> Result:
+        if not isinstance(source, fx.Node) or c.shape(source) is None:
+            return None
+        return None if kept and not _kept(c, source, call.node) else read(c, call, source, **given)
+
+    return handler
+
+
+_of_kept = functools.partial(_of_one, kept=True)
+
+
+def _of_two(read: Handler) -> Handler:
+    """Return the handler of a function of two tensors."""
+
+    @functools.wraps(read)
+    def handler(
+        c: Canonical, call: Call, source: Any = None, other: Any = None, **given: Any
+    ) -> Result:
+        tensors = _is_tensor(c, source) and _is_tensor(c, other)
+        return read(c, call, source, other, **given) if tensors else None
+
+    return handler
+
+
+def matmul_labels(a: int, b: int) -> Labels | None:
+    """Return the labels of both operands and the result of a matmul of ranks a and b."""
+    left, right = "k" if a == 1 else "...mk", "k" if b == 1 else "...kn"
+    return einsum_labels(f"{left},{right}->...{'m' * (a > 1)}{'n' * (b > 1)}", (a, b))
+
+
+def _product(a: Key, b: Key, labels: Labels | None) -> Product | None:
+    if labels is None:
+        return None
+    (left, right), out = labels
+    return Product(a, b, left, right, out)
+
+
+@_of_two
+def _matmul(c: Canonical, call: Call, source: Key, other: Key) -> Product | None:
+    return _product(source, other, matmul_labels(len(c.sizes(source)), len(c.sizes(other))))
+
+
+@_of_two
+def _linear(c: Canonical, call: Call, source: Key, other: Key, bias: Any = None) -> Result:
+    labels = einsum_labels("...k,nk->...n", (len(c.sizes(source)), len(c.sizes(other))))
+    return with_addend(c, call.node, _product(source, other, labels), bias)
+
+
+def with_addend(
+    c: Canonical,
+    node: fx.Node,
+    form: Product | None,
+    addend: Any,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+) -> Result:
+    """Return alpha * product + beta * addend; the product alone when there is no addend."""
+    if form is None:
+        return None
+    if addend is None and alpha == 1.0:
+        return form
+    shape = c.shape(node)
+    assert shape is not None
+    value = c.virtual(node, "product", form, shape)
+    return Add(value, 0.0 if addend is None else addend, float(alpha), float(beta))
+
+
+def _addmm(
+    c: Canonical,
+    call: Call,
+    source: Any = None,
+    mat1: Any = None,
+    other: Any = None,
+    beta: Any = 1,
+    alpha: Any = 1,
+) -> Result:
+    inner: Any = _matmul(c, call, mat1, other)
+    # torch also has the deprecated addmm(beta, input, alpha, mat1, mat2), which is not read.
+    if inner is None or not _is_tensor(c, source) or not _number(beta) or not _number(alpha):
+        return None
+    # PyTorch does not read the addend where beta is 0: it may hold NaN.
+    return with_addend(c, call.node, inner, source if beta else None, alpha, beta)
+
+
+_TERM = re.compile(r"[A-Za-z]*(\.\.\.)?[A-Za-z]*")
+
+
+@functools.lru_cache(maxsize=1024)
+def einsum_labels(equation: str, ranks: tuple[int, ...]) -> Labels | None:
+    """Return labels per operand and of the result; None for traces and unknown notation."""
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    if len(terms) != len(ranks) or not all(map(_TERM.fullmatch, (*terms, right))):
+        return None
+    pairs = [
+        (term, rank - len(term.replace("...", ""))) for term, rank in zip(terms, ranks, strict=True)
+    ]
+    if any(extra < 0 or (extra and "..." not in term) for term, extra in pairs):
+        return None
+    # A letter for each dimension that "..." is, of which the last ones line up.
+    dots = "".join(chr(1000 + i) for i in reversed(range(max(extra for _, extra in pairs))))
+    filled = [term.replace("...", dots[len(dots) - extra :]) for term, extra in pairs]
+    if not arrow:
+        letters = "".join(terms).replace(".", "")
+        right = "..." + "".join(sorted(x for x in letters if letters.count(x) == 1))
+    if any(len({*term}) < len(term) for term in filled) or (dots and "..." not in right):
+        return None
+    operands = [tuple(map(ord, term)) for term in filled]
+    return operands, tuple(map(ord, right.replace("...", dots)))
+
+
+def _einsum(c: Canonical, call: Call, equation: Any = None, operands: Any = None) -> Result:
+    given: Any = operands if isinstance(operands, (tuple, list)) else call.node.args[1:]
+    if not isinstance(equation, str) or not all(_is_tensor(c, o) for o in given):
+        return None
+    read = einsum_labels(equation, tuple(len(c.sizes(o)) for o in given))
+    return None if read is None or len(given) < 2 else chain(c, call.node, [*given], *read)
+
+
+def chain(
+    c: Canonical,
+    node: fx.Node,
+    operands: list[Any],
+    labels: list[tuple[int, ...]],
+    out: tuple[int, ...],
+) -> Result:
+    """Read a contraction of several operands as products, starting at the one that is no weight.
+
+    Each step takes an operand that shares a contracted label with the result so far.
+    """
+    shapes = [size for operand in operands for size in c.sizes(operand)]
+    known = zip([label for own in labels for label in own], shapes, strict=True)
+    sizes = dict(sorted(known, key=lambda one: one[1] != 1))  # a size of 1 is that of the others
+    rest = list(range(len(operands)))
+    moving = [i for i in rest if not c.is_constant(operands[i])]
+    if len(moving) > 1 and len(operands) > 2:
+        return None
+    ends = [i for i in rest if set(labels[i]) & set(out)]
+    first = moving[0] if moving else max(ends or rest, key=lambda i: len(labels[i]))
+    rest.remove(first)
+    value: Key = operands[first]
+    have = labels[first]
+    while rest:
+        for step in rest:
+            kept = set(out).union(*(labels[i] for i in rest if i != step))
+            if (set(have) & set(labels[step])) - kept:
+                break
+        else:
+            return None
+        rest.remove(step)
+        other = labels[step]
+        result = tuple(x for x in dict.fromkeys((*have, *other)) if x in kept)
+        summed_alone = (set(have) ^ set(other)) - kept
+        if summed_alone or (not rest and set(result) != set(out)):
+            return None
+        form = Product(value, operands[step], have, other, result if rest else out)
+        if not rest:
+            return form
+        shape = tuple(sizes[x] for x in result)
+        value, have = c.virtual(node, f"step{len(rest)}", form, shape), result
+    return None
+
+
+def _multi_dot(c: Canonical, call: Call, tensors: Any = None) -> Result:
+    given: Any = tensors if isinstance(tensors, (tuple, list)) else call.node.args
+    count = len(given)
+    if count < 2 or not all(_is_tensor(c, one) and len(c.sizes(one)) == 2 for one in given):
+        return None
+    return chain(c, call.node, [*given], [(i, i + 1) for i in range(count)], (0, count))
+
+
+@_of_two
+def _tensordot(
+    c: Canonical, call: Call, source: Key, other: Key, dims: Any = 2, dims_other: Any = None
+) -> Result:
+    ranks = len(c.sizes(source)), len(c.sizes(other))
+    if dims_other is not None:
+        dims = (dims, dims_other)
+    if isinstance(dims, int):
+        dims = [range(-dims, 0), range(dims)]
+    lists = all(ranks) and isinstance(dims, (tuple, list)) and len(dims) == 2
+    if not lists or not all(isinstance(one, (tuple, list, range)) and len(one) for one in dims):
+        return None
+    labels, others = [*range(ranks[0])], [100 + i for i in range(ranks[1])]
+    for p, q in zip(*dims, strict=True):
+        others[q] = labels[p]
+    out = tuple(x for x in (*labels, *others) if (x in labels) != (x in others))
+    return Product(source, other, tuple(labels), tuple(others), out)
+
+
+def _all(value: Any, wanted: int) -> bool:
+    entries = value if isinstance(value, (tuple, list)) else (value,)
+    return all(entry == wanted for entry in entries)
+
+
+@_of_two
+def _convolution(
+    c: Canonical,
+    call: Call,
+    source: Key,
+    other: Key,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+) -> Result:
+    """Read a convolution whose kernel has one element as a product over channels."""
+    shape, kernel = c.sizes(source), c.sizes(other)
+    spatial = len(kernel) - 2
+    if spatial < 1 or len(shape) != len(kernel) or any(size != 1 for size in kernel[2:]):
+        return None
+    plain = _all(stride, 1) and (padding in ("same", "valid") or _all(padding, 0))
+    turned = call.name == "convolution" and call.node.args[6:7] != (False,)
+    if not plain or turned or shape[1] != kernel[1]:  # channels differ where they are in groups
+        return None
+    labels = einsum_labels("bk...,nk...->bn...", (len(shape), len(kernel)))
+    if bias is not None:
+        dims: tuple[Dim, ...] = (*identity(c.sizes(bias)), *((),) * spatial)
+        bias = c.viewed(call.node, "bias", bias, dims)
+    return with_addend(c, call.node, _product(source, other, labels), bias)
+
+
+@_of_one
+def _sum_over(
+    c: Canonical,
+    call: Call,
+    source: fx.Node,
+    dim: Any = None,
+    keepdim: bool = False,
+    dtype: Any = None,
+) -> Result:
+    """Read the sum over axes of a constant matrix times a value as their product."""
+    node, shape = call.node, c.sizes(source)
+    if target_name(source) != "mul" or dtype is not None:
+        return None
+    operands = source.all_input_nodes
+    axes = list(dim) if isinstance(dim, (tuple, list)) else [dim]
+    alike = all(c.shape(o) is not None and c.dtype(o) == c.dtype(node) for o in operands)
+    if len(operands) != 2 or len(source.args) != 2 or not alike:
+        return None
+    if not axes or not all(isinstance(a, int) for a in axes):
+        return None
+    if not any(_is_given(c, o) for o in operands):
+        return None
+    summed = {a % len(shape) for a in axes}
+    labels = []
+    for operand in operands:
+        own = c.sizes(operand)
+        places = enumerate(own, len(shape) - len(own))
+        # A dimension that is repeated has a label of its own: it is not the result's.
+        labels.append(tuple(-1 - i if size == 1 != shape[i] else i for i, size in places))
+    if not all(summed <= {*own} for own in labels):
+        return None  # a sum over an axis that is repeated counts it several times
+    out = tuple(i for i in range(len(shape)) if i not in summed)
+    form = Product(operands[0], operands[1], labels[0], labels[1], out)
+    c.helpers[node] = frozenset((source,))
+    if not keepdim:
+        return form
+    sizes = tuple(shape[i] for i in out)
+    made = c.virtual(node, "product", form, sizes)
+    c.helpers[made] = frozenset((source,))
+    dims = iter(views.identity(sizes))
+    return made, tuple(() if i in summed else next(dims) for i in range(len(shape)))
+
+
+def _is_given(c: Canonical, key: Any) -> bool:
+    diagonal = key in c.views and isinstance(c.form(key), Diagonal)
+    return c.is_constant(key) or owner_of(key) in c.derived or diagonal
+
+
+def _where(
+    c: Canonical, call: Call, condition: Any = None, source: Any = None, other: Any = None
+) -> Result:
+    """Read where(eye, vector over the columns, 0) as the matrix with the vector on its diagonal."""
+    shape = c.sizes(call.node)
+    if not isinstance(source, fx.Node) or len(shape) != 2 or shape[0] != shape[1]:
+        return None
+    base, dims = c.base(source)
+    along = views.expand(dims, shape)
+    if c.shape(base) != shape[:1] or along is None or along[1] != views.identity(shape[:1])[0]:
+        return None
+    eye, zero = (constant_value(c, v) if isinstance(v, fx.Node) else v for v in (condition, other))
+    if not isinstance(eye, torch.Tensor) or isinstance(zero, fx.Node) or not bool(zero == 0):
+        return None
+    return Diagonal(base) if torch.equal(eye, torch.eye(shape[0], dtype=torch.bool)) else None
+
+
+def _same(c: Canonical, source: fx.Node) -> View:
+    return source, c.whole(source)
+
+
+# -- rearrangements -------------------------------------------------------------------------
+
+
+@_of_one
+def _regroup(c: Canonical, call: Call, source: fx.Node) -> Result:
+    """Read view, reshape, flatten, clone, ...: the target shape is in the metadata."""
+    if c.dtype(source) != c.dtype(call.node):
+        return None
+    dims = views.reshape(_same(c, source)[1], c.sizes(call.node))
+    return None if dims is None else (source, dims)
+
+
+@_of_one
+def _turned(c: Canonical, call: Call, source: fx.Node) -> Result:
+    """Read permute, transpose, .T and the like: the order of sizes that are all different.
+
+    The operation runs on a tensor of these sizes, which has no data.
+    """
+    node, dims = call.node, _same(c, source)[1]
+    if len(dims) > len(_DIFFERENT):
+        return None
+    sizes = _DIFFERENT[: len(dims)]
+    with _disable_current_modes():
+        probe = torch.empty(sizes, device="meta")
+        turned = _apply(node, *fx.map_arg((node.args, node.kwargs), lambda _: probe))
+    return source, tuple(dims[sizes.index(size)] for size in turned.shape)
+
+
+_DIFFERENT = (2, 3, 5, 7, 11, 13, 17, 19)
+TURNED = (
+    "permute", "permute_copy", "transpose", "transpose_copy", "t", "t_copy", "T", "mT", "mH",
+    "movedim",
+)  # fmt: skip
+
+
+@_of_one
+def _expand(c: Canonical, call: Call, source: fx.Node) -> Result:
+    dims = views.expand(_same(c, source)[1], c.sizes(call.node))
+    return None if dims is None else (source, dims)
+
+
+@_of_one
+def _getitem(c: Canonical, call: Call, source: fx.Node, index: Any = None) -> Result:
+    """Indexing by full slices, None and Ellipsis only adds dimensions."""
+    entries = list(index) if isinstance(index, tuple) else [index]
+    cut = [i for i, e in enumerate(entries) if not (e is None or e is Ellipsis or e in _FULL)]
+    if not cut:
+        return _regroup(c, call, source)
+    if len(cut) > 1 or None in entries or not isinstance(entries[cut[0]], slice):
+        return None
+    rank, after = len(c.sizes(source)), entries[cut[0] + 1 :]
+    axis = rank - 1 - len(after) if Ellipsis in entries[: cut[0]] else cut[0]
+    kept: slice = entries[cut[0]]
+    return _part(c, call, source, axis, (kept.start, kept.stop, kept.step))
+
+
+_FULL = (slice(None), slice(None, None, 1), slice(0, None), slice(0, None, 1))
+
+
+@_of_one
+def _slice(
+    c: Canonical,
+    call: Call,
+    source: fx.Node,
+    dim: Any = 0,
+    start: Any = None,
+    end: Any = None,
+    step: Any = None,
+) -> Result:
+    return _part(c, call, source, dim, (start, end, step))
+
+
+def _part(c: Canonical, call: Call, source: fx.Node, axis: Any, ends: tuple[Any, ...]) -> Result:
+    """Read a slice with step 1 of one axis; the same value where it leaves nothing out."""
+    shape = c.sizes(source)
+    if not isinstance(axis, int) or not shape or ends[2] not in (None, 1):
+        return None
+    if shape == c.shape(call.node) and ends[0] in (0, None):
+        return _same(c, source)
+    size = shape[axis]
+    if not all(isinstance(n, int) for n in (size, ends[0] or 0, 0 if ends[1] is None else ends[1])):
+        return None
+    start, stop, _ = slice(*ends).indices(size)
+    return Part(call.name, (source,), axis % len(shape), start, stop)
+
+
+def _concatenate(c: Canonical, call: Call, tensors: Any = None, dim: Any = 0) -> Result:
+    if not isinstance(tensors, (tuple, list)) or not isinstance(dim, int):
+        return None
+    return Concatenation(call.name, tuple(tensors), dim % max(len(c.sizes(call.node)), 1))
+
+
+@_of_one
+def _repeat(
+    c: Canonical, call: Call, source: fx.Node, repeats: Any = None, dim: Any = None
+) -> Result:
+    """Read repeat_interleave: each element of an axis several times."""
+    if not isinstance(repeats, int) or not isinstance(dim, int):
+        return None
+    dims = list(_same(c, source)[1])
+    dims[dim] = (*dims[dim], views.Atom(views.BROADCAST, repeats, 0))
+    return source, tuple(dims)
+
+
+@_of_one
+def _softmax(c: Canonical, call: Call, source: fx.Node, dim: Any = None) -> Result:
+    if not isinstance(dim, int) or dim not in (-1, len(c.sizes(call.node)) - 1):
+        return None
+    kind = AlongLast if "log" in call.name else Softmax
+    return kind(call.name, (source,))
+
+
+# -- copies, casts, and what does nothing -----------------------------------------------------
+
+
+def _detach(c: Canonical, call: Call, source: Any = None) -> Result:
+    return None if c.trains else _regroup(c, call, source)
+
+
+@_of_one
+def _to(c: Canonical, call: Call, source: fx.Node) -> Result:
+    old, new = c.tensor(source), c.tensor(call.node)
+    if old is None or new is None or old.device != new.device or type(old) is not type(new):
+        return None
+    return _same(c, source) if old.dtype == new.dtype else Cast(source, new.dtype)
+
+
+def _dropout(
+    c: Canonical, call: Call, source: Any = None, p: Any = 0.5, training: Any = True
+) -> Result:
+    return _regroup(c, call, source) if training is False or p == 0 else None
+
+
+# -- pointwise ------------------------------------------------------------------------------
+
+
+def _pair(c: Canonical, node: fx.Node, a: Any, b: Any) -> tuple[Key, Any, bool] | None:
+    """Return the operand that the result is like, the other one or a number, and whether they
+    changed places; None for other operands."""
+    turned = not _is_tensor(c, a) or (_is_tensor(c, b) and c.shape(a) != c.shape(node))
+    if turned:
+        a, b = b, a
+    if not _is_tensor(c, a) or not _kept(c, a, node):
+        return None
+    if _number(b):
+        return a, float(b), turned
+    return (a, b, turned) if _is_tensor(c, b) else None
+
+
+def _multiply(c: Canonical, call: Call, source: Any = None, other: Any = None) -> Result:
+    pair = _pair(c, call.node, source, other)
+    return None if pair is None else Scale(*pair[:2])
+
+
+def _kept(c: Canonical, source: Key, node: fx.Node) -> bool:
+    return c.dtype(source) == c.dtype(node) and c.shape(source) == c.shape(node)
+
+
+@_of_kept
+def _divide(
+    c: Canonical, call: Call, source: fx.Node, other: Any = None, rounding_mode: Any = None
+) -> Result:
+    if rounding_mode is not None or not _number(other) or other == 0:
+        return None
+    return Scale(source, 1.0 / float(other))
+
+
+def _sum(c: Canonical, call: Call, source: Any = None, other: Any = None, alpha: Any = 1) -> Result:
+    pair = _pair(c, call.node, source, other)
+    if pair is None or not _number(alpha):
+        return None
+    a, b, turned = pair
+    factors = (1.0, float(-alpha if call.name.startswith("sub") else alpha))
+    return Add(a, b, *(factors[::-1] if turned else factors))
+
+
+@_of_kept
+def _activation(c: Canonical, call: Call, source: fx.Node, approximate: Any = "none") -> Result:
+    by_tanh = call.name == "gelu" and approximate == "tanh"
+    return Activation(source, "gelu_tanh" if by_tanh else call.name)
+
+
+_ACTIVATIONS = (
+    "relu", "silu", "gelu", "sigmoid", "tanh", "relu6", "hardswish", "mish", "leaky_relu", "elu",
+    "selu", "celu", "softplus", "softsign", "hardtanh", "hardsigmoid", "logsigmoid",
+)  # fmt: skip
+
+
+@_of_kept
+def _clamp(c: Canonical, call: Call, source: fx.Node, low: Any = None, high: Any = None) -> Result:
+    """Read a clamp from below at zero, and nothing else, as relu."""
+    if call.name == "threshold":
+        high = high or None
+    return Activation(source, "relu") if _number(low) and low == 0 and high is None else None
+
+
+# -- the rest -------------------------------------------------------------------------------
+
+
+@_of_kept
+def _layer_norm(
+    c: Canonical,
+    call: Call,
+    source: fx.Node,
+    normalized_shape: Any = None,
+    weight: Any = None,
+    bias: Any = None,
+    eps: Any = 1e-5,
+) -> Result:
+    """Read layer_norm, and by its name rms_norm, over the last dimension alone."""
+    dtype, shape = c.dtype(source), normalized_shape
+    if dtype is None or not isinstance(shape, (list, tuple)) or len(shape) != 1:
+        return None
+    eps = torch.finfo(dtype).eps if eps is None else eps
+    gain, shift = (t if isinstance(t, (fx.Node, Virtual)) else None for t in (weight, bias))
+    kind = call.name.removesuffix("_norm")
+    return Norm(source, kind, gain, shift, eps if _number(eps) else None)
+
+
+def _rms_norm(
+    c: Canonical,
+    call: Call,
+    source: Any = None,
+    normalized_shape: Any = None,
+    weight: Any = None,
+    eps: Any = None,
+) -> Result:
+    return _layer_norm(c, call, source, normalized_shape=normalized_shape, weight=weight, eps=eps)
+
+
+@_of_one
+def _diagonal(
+    c: Canonical, call: Call, source: fx.Node, diagonal: Any = 0, dim1: Any = -2, dim2: Any = -1
+) -> Result:
+    plain = (diagonal, dim1, dim2) in ((0, -2, -1), (0, 0, 1)) and len(c.sizes(source)) == 1
+    return Diagonal(source) if plain else None
+
+
+TABLE: dict[str, Handler] = {
+    **dict.fromkeys(
+        (
+            "view",
+            "reshape",
+            "flatten",
+            "unflatten",
+            "squeeze",
+            "unsqueeze",
+            "view_as",
+            "reshape_as",
+            "ravel",
+            "view_copy",
+            "_reshape_alias",
+            "contiguous",
+            "clone",
+            "alias",
+            "positive",
+            "resolve_conj",
+        ),
+        _regroup,
+    ),
+    **dict.fromkeys(TURNED, _turned),
+    "getitem": _getitem,
+    "slice": _slice,
+    **dict.fromkeys(("cat", "concat", "concatenate"), _concatenate),
+    **dict.fromkeys(("softmax", "_softmax", "log_softmax", "_log_softmax"), _softmax),
+    "repeat_interleave": _repeat,
+    **dict.fromkeys(("expand", "expand_as", "expand_copy"), _expand),
+    "detach": _detach,
+    **dict.fromkeys(
+        ("to", "type_as", "type", "float", "half", "bfloat16", "double", "cpu", "cuda"), _to
+    ),
+    **dict.fromkeys(("dropout", "feature_dropout", "alpha_dropout", "dropout1d"), _dropout),
+    "mul": _multiply,
+    "div": _divide,
+    "neg": lambda c, call, source=None: _divide(c, call, source, other=-1.0),
+    "add": _sum,
+    "sub": _sum,
+    # an in-place sum reads as the sum; the rules decide whether it may be fused
+    "add_": _sum,
+    "sub_": _sum,
+    **dict.fromkeys(_ACTIVATIONS, _activation),
+    **dict.fromkeys(("clamp", "clamp_min", "clip", "threshold"), _clamp),
+    "rms_norm": _rms_norm,
+    "layer_norm": _layer_norm,
+    **dict.fromkeys(("diag", "diag_embed"), _diagonal),
+    **dict.fromkeys(("matmul", "mm", "bmm", "mv"), _matmul),
+    "__rmatmul__": lambda c, call, source=None, other=None: _matmul(c, call, other, source),
+    "linear": _linear,
+    **dict.fromkeys(("addmm", "baddbmm", "addmv", "addmm_", "baddbmm_"), _addmm),
+    "einsum": _einsum,
+    **dict.fromkeys(("multi_dot", "chain_matmul"), _multi_dot),
+    "tensordot": _tensordot,
+    "inner": lambda c, call, source=None, other=None: _tensordot(
+        c, call, source, other, dims=([-1], [-1])
+    ),
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), _convolution),
+    "sum": _sum_over,
+    "where": _where,
+    **DISTRIBUTED,
+}
+
+
+# What a called module computes: a function of the table, of its attributes by keyword.
+_MODULES: dict[type[nn.Module], str] = {
+    nn.Linear: "linear",
+    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), "conv2d"),
+    nn.Identity: "alias",
+    **dict.fromkeys(
+        (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout), "dropout"
+    ),
+    **dict.fromkeys((nn.Flatten, nn.Unflatten), "flatten"),
+    nn.ReLU: "relu",
+    nn.SiLU: "silu",
+    nn.Sigmoid: "sigmoid",
+    nn.Tanh: "tanh",
+    nn.GELU: "gelu",
+    nn.RMSNorm: "rms_norm",
+    nn.LayerNorm: "layer_norm",
+}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def read_module(c: Canonical, node: fx.Node, module: Any) -> Result:
+    """Return the form of a called module; None for hooks, subclasses and all other modules."""
+    source = node.args[0] if len(node.args) == 1 else node.kwargs.get("input")
+    if type(module) not in _MODULES or getattr(module, "inplace", False):
+        return None
+    if any(getattr(module, hooks) for hooks in _HOOKS):
+        return None
+    # A parametrized weight (weight_norm) is computed on access, so it is no parameter.
+    held: Any = {
+        name: None if value is None else c.attribute(node, name, value)
+        for name, value in module._parameters.items()
+    }
+    name = _MODULES[type(module)]
+    return read_call(c, Call(node, name), (source,), {**vars(module), **held})
+
+
+# -- the sweep --------------------------------------------------------------------------------
 
 _LEAVES = ("placeholder", "get_attr")
 

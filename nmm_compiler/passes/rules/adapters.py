@@ -33,9 +33,8 @@ from nmm_compiler.errors import NmmError
 from nmm_compiler.ops.chosen import ADAPTERS
 from nmm_compiler.passes.chains.chain import is_whole_feature, path_nodes, read_projection
 from nmm_compiler.passes.chains.safety import DTYPES, Refusal, covered, tokens_to_judge, unsafe
-from nmm_compiler.passes.emit.calls import Lowering
+from nmm_compiler.passes.emit.calls import Lowering, times
 from nmm_compiler.passes.emit.editor import Editor
-from nmm_compiler.passes.emit.linears import times
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import (
     Add,

@@ -45,10 +45,9 @@ from nmm_compiler.passes.graph.canonical import (
     Scale,
     Softmax,
 )
+from nmm_compiler.passes.graph.capture import collect_values
 from nmm_compiler.passes.graph.effects import fetch_attribute, upstream
-from nmm_compiler.passes.graph.metadata import collect_values
-from nmm_compiler.passes.graph.read_graph import read_graph
-from nmm_compiler.passes.graph.read_operations import constant_value, matmul_labels
+from nmm_compiler.passes.graph.read_graph import constant_value, matmul_labels, read_graph
 from nmm_compiler.passes.graph.torch_names import target_name
 from nmm_compiler.passes.graph.views import BROADCAST, Dims
 from nmm_compiler.passes.rules.base import Match, Rule
