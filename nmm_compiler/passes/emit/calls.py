@@ -649,25 +649,25 @@ class Call:
 
     def info(self) -> dict[str, Any]:
         """Return what a report says about the call; n: of a gated MLP, features of gate and up."""
-        linears, chain = self.linears, self.chain
+        linears, chain, inner = self.linears, self.chain, self.chain.inner
         chains = [one.chain for one in linears if one.rank or one.base or self.rounded]
-        ranks = [one.rank or "dense" for one in self._firsts(linears)]
-        m = self.tokens_count()
+        ranks = [str(one.rank or "dense") for one in self._firsts(linears)]
+        tokens = self.tokens_count()
+        said = {
+            "base_weight": self.format,
+            "weights": "".join(one.format for one in linears[0].factors[:1]),
+            "x": "" if self.rounded is None else "fp8",
+            "inner": inner.kind if isinstance(inner, Norm) else inner and inner.name,
+            "tp": chain.tp if chain.tp > 1 else 0,
+        }
         return {
-            "m": m if isinstance(m, int) else str(m),
+            "m": tokens if isinstance(tokens, int) else str(tokens),
             "k": self.source.k,
-            "r": self.linears[0].rank if len(linears) == 1 else "+".join(map(str, ranks)),
-            "n": "+".join(str(one.n) for one in self.members) if self.members else chain.n,
+            "r": linears[0].rank if len(linears) == 1 else "+".join(ranks),
+            "n": "+".join(str(one.n) for one in self.members) or chain.n,
             "chains": sum(1 + len(one.more) for one in chains),
-            "bias": any(one.chain.biased for one in linears),
             "activation": self.activation,
-            "base": any(one.base or one.chain.base for one in linears),
-            **({"base_weight": self.format} if self.format else {}),
-            **({"weights": linears[0].factors[0].format} if linears[0].factors else {}),
-            **({"x": "fp8"} if self.rounded else {}),
-            **({"inner": chain.inner.name} if isinstance(chain.inner, Activation) else {}),
-            **({"inner": chain.inner.kind} if isinstance(chain.inner, Norm) else {}),
-            **({"tp": chain.tp} if chain.tp > 1 else {}),
+            **{name: value for name, value in said.items() if value},
         }
 
     def notes(self, c: Canonical) -> tuple[str, ...]:
