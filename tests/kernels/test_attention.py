@@ -133,6 +133,14 @@ def test_grouped_queries_load_their_keys_once():
     assert profile.hbm_read_bytes == sum(t.bytes for t in spec.inputs())
 
 
+def test_one_load_brings_the_short_caches_of_several_groups():
+    """Sixteen groups of 256 keys are two sets, whose eight groups have 2 kB a partition."""
+    spec = AttentionSpec(m=1, context=256, heads=32, kv_heads=16, d=64)
+    profile = build_kernel(spec, "trn2").profile()
+    queries, keys, values, results = 2, 2, 2, 2
+    assert profile.instructions["dma"]["dma_copy"] == queries + keys + values + results
+
+
 @pytest.mark.parametrize(
     ("fields", "most_us"),
     [

@@ -41,14 +41,17 @@ def attention(q, k, v, spec, schedule, **others):
         q_groups = q.reshape((groups, spec.group, spec.m, spec.d))
         out_groups = part.reshape((groups, spec.group, spec.m, spec.d))
     if schedule.loop:
+        # a group a turn, as a tensor of one group
+        k = k.reshape((groups, 1, k.shape[1], k.shape[2]))
+        v = v.reshape((groups, 1, v.shape[1], v.shape[2]))
 
         def body(i):
             at = position(i)
             compute(
                 [out_groups.select(0, at)],
                 [q_groups.select(0, at)],
-                [k.select(0, at)],
-                [v.select(0, at)],
+                k.select(0, at),
+                v.select(0, at),
                 others.get("rope"),
                 spec,
                 schedule,
@@ -59,24 +62,19 @@ def attention(q, k, v, spec, schedule, **others):
     else:
         outs = []
         qs = []
-        ks = []
-        vs = []
         for i in range(sets):
             outs.append(out_groups.select(0, i))
             qs.append(q_groups.select(0, i))
-        for g in range(groups):
-            ks.append(k.select(0, g))
-            vs.append(v.select(0, g))
-        compute(outs, qs, ks, vs, others.get("rope"), spec, schedule)
+        compute(outs, qs, k, v, others.get("rope"), spec, schedule)
     return out
 
 
-def compute(outs, qs, ks, vs, rope, spec, schedule):
+def compute(outs, qs, k, v, rope, spec, schedule):
     """Compute the heads of several groups."""
     if spec.decode:
-        decode_groups(outs, qs, ks, vs, rope, spec, schedule)
+        decode_groups(outs, qs, k, v, rope, spec, schedule)
     else:
-        prefill_groups(outs, qs, ks, vs, rope, spec, schedule)
+        prefill_groups(outs, qs, k, v, rope, spec, schedule)
 
 
 def half_of_groups(tensor, count, core):

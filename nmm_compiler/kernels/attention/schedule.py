@@ -55,10 +55,11 @@ class AttentionSchedule(Schedule):
             chunk = min(_CHUNK, keys)
             turned = chunk * parts * 128 * size if spec.k_layout == "row" else 0
             columns = spec.columns * (1 if self.loop else spec.at_once)
+            loaded = chunk * (1 if self.loop else spec.together) * spec.d * size
             queries = (1 + self.pack) * spec.d + parts * self.pack * spec.columns
             return {
-                "k": chunk * spec.d * size + turned,
-                "v": chunk * spec.d * size,
+                "k": loaded + turned,
+                "v": loaded,
                 "scores": keys * columns * 4,
                 "weights": keys * columns * size,
                 "q": queries * size + 512 + 256,  # with ones and identity
@@ -140,7 +141,8 @@ def work(spec: AttentionSpec, schedule: AttentionSchedule) -> Work:
         return _prefill_work(spec, size, parts, groups)
     keys = spec.cache_tiles
     chunk = min(_CHUNK, keys)
-    loads, per_chunk = groups * tiles(keys, chunk), 128 * chunk * spec.d * size
+    loads = groups * tiles(keys, chunk) // (1 if schedule.loop else spec.together)
+    per_chunk = 128 * chunk * spec.d * size * (1 if schedule.loop else spec.together)
     each = spec.columns * spec.d * size
     made = Work(lead_bytes=per_chunk, tail_matmuls=(chunk * parts, 64), tail_bytes=each)
     passes = tiles(keys, schedule.pack)

@@ -206,6 +206,12 @@ class AttentionSpec(KernelSpec):
         return next(count for count in range(most, 0, -1) if self.groups % count == 0)
 
     @property
+    def together(self) -> int:
+        """Groups of such a set whose keys one load brings: up to 4 kB a partition."""
+        most = max(1, (1 << 12) // (self.cache_tiles * self.d * item_bytes(self.dtype)))
+        return next(count for count in range(most, 0, -1) if self.at_once % count == 0)
+
+    @property
     def first_key(self) -> int:
         """The first key that a query sees."""
         return max(0, self.context - self.m - self.window + 1) if self.window else 0

@@ -5,7 +5,8 @@ of a product: each tile of the cache is stationary once. Partition p holds neigh
 chunk, so that keys [context, d] and values arrive in long runs; keys [d, context] are read with a
 stride to the same order. Scores of the whole context stay in SBUF: the maximum is exact.
 
-Groups come in sets: the maxima and sums over the partitions are those of all columns of a set.
+Groups come in sets: the maxima and sums over the partitions are those of all columns of a set. A
+load brings the keys or values of several groups where they are short.
 
 Heads of 64 or 32 fill half or a quarter of TensorE's rows, so one pass takes 2 or 4 tiles of the
 cache, a pack: their keys are transposed together, q^T stands on the diagonal of zeros once for each
@@ -20,10 +21,13 @@ from .attention_loads import make_identity, rotate
 from .loads_and_stores import evict, move, turn_tiles
 
 
-def decode_groups(outs, qs, ks, vs, rope, spec, schedule):
+def decode_groups(outs, qs, k, v, rope, spec, schedule):
     """Compute the heads of several groups, each [heads of a group, m, d]; queries come in sets."""
-    each = len(ks) // len(qs)
-    steps = list_chunks(len(ks), each, spec)
+    groups = k.shape[0]
+    each = groups // len(qs)
+    at_a_time = spec.together if each > 1 else 1
+    steps = list_chunks(groups, each, spec)
+    chunks = len(steps) // (2 * groups)
     identity = make_identity()
     angles = spread_angles(rope, each * spec.group, spec) if spec.rope != "none" else None
     loaded = []
@@ -40,21 +44,26 @@ def decode_groups(outs, qs, ks, vs, rope, spec, schedule):
     finished = 0
     for t in range(len(steps)):
         # loads of the next four chunks start early
-        for place in range(len(loaded), min(t + 5, len(steps))):
+        for place in range(len(loaded), min(t + 4 + at_a_time, len(steps))):
             step = steps[place]
-            if step[1]:
-                loaded.append(load_rows_of(vs[step[0]], step))
+            if not step[1] and step[2] == spec.first_key and step[0] % each == 0:
+                fetched.append(fetch_columns(qs[step[0] // each], spec))
+            if step[0] % at_a_time > 0:
+                # the load of the group before has brought it
+                loaded.append(loaded[place - chunks])
+            elif step[1]:
+                loaded.append(load_rows_of(v, at_a_time, step))
             else:
-                if step[2] == spec.first_key and step[0] % each == 0:
-                    fetched.append(fetch_columns(qs[step[0] // each], spec))
-                loaded.append(load_keys_of(ks[step[0]], step, spec))
-        # keys of the next chunk are turned before the products of this one
-        for place in range(len(keys), min(t + 2, len(steps))):
+                loaded.append(load_keys_of(k, at_a_time, step, spec))
+        # keys of the next two chunks are turned before the products of this one
+        for place in range(len(keys), min(t + 3, len(steps))):
             step = steps[place]
+            tile = loaded[place]
+            own = tile[0:128, step[0] % at_a_time, 0 : tile.shape[2], 0 : tile.shape[3]]
             if step[1] or spec.k_layout == "col":
-                keys.append(loaded[place])
+                keys.append(own)
             else:
-                keys.append(turn_keys(loaded[place], step, spec, schedule))
+                keys.append(turn_keys(own, step, spec, schedule))
         step = steps[t]
         g = step[0]
         begins = step[2] == spec.first_key
@@ -78,7 +87,7 @@ def decode_groups(outs, qs, ks, vs, rope, spec, schedule):
                     # the weighted values of a set
                     shape = (128, spec.parts, schedule.pack, each * spec.columns)
                     made.append(nl.ndarray(shape, dtype=nl.float32, buffer=nl.sbuf))
-            weigh_cache(sums[g], weights[g], loaded[t], step, spec, schedule)
+            weigh_cache(sums[g], weights[g], keys[t], step, spec, schedule)
             if step[6]:
                 add_sums(made[g // each], sums[g], g % each, spec, schedule)
                 if (g + 1) % each == 0:
@@ -215,29 +224,30 @@ def spread_queries(q_t, natural, columns, spec, schedule):
             evict(block, flipped[spec.d * i : spec.d * (i + 1), own : own + spec.columns], i)
 
 
-def load_rows_of(rows, step):
-    """Return rows of a chunk [128, tiles, d]: neighbours on a partition."""
-    d = rows.shape[1]
+def load_rows_of(rows, count, step):
+    """Return rows of a chunk of some groups [128, count, tiles, d]: neighbours on a partition."""
+    g = step[0]
+    tiles = step[3]
     wide = step[5]
-    tile = nl.ndarray((128, step[3], d), dtype=rows.dtype, buffer=nl.sbuf)
-    block = rows[step[2] : step[2] + wide * step[3], 0:d]
-    nisa.dma_copy(dst=tile[0:wide, 0 : step[3], 0:d], src=block.reshape_dim(0, (wide, step[3])))
-    return tile
+    d = rows.shape[2]
+    loaded = nl.ndarray((128, count, tiles, d), dtype=rows.dtype, buffer=nl.sbuf)
+    block = rows[g : g + count, step[2] : step[2] + wide * tiles, 0:d]
+    block = block.reshape_dim(1, (wide, tiles)).permute((1, 0, 2, 3))
+    nisa.dma_copy(dst=loaded[0:wide, 0:count, 0:tiles, 0:d], src=block)
+    return loaded
 
 
-def load_keys_of(k, step, spec):
-    """Return keys of a chunk as they lie: rows, or [128, parts of d, keys]."""
+def load_keys_of(k, count, step, spec):
+    """Return keys of a chunk as they lie: rows, or [128, count, parts of d, keys]."""
     if spec.k_layout == "row":
-        return load_rows_of(k, step)
+        return load_rows_of(k, count, step)
+    g = step[0]
     keys = step[3] * step[5]
-    d = k.shape[0]
-    flat = nl.ndarray((128, spec.parts, keys), dtype=k.dtype, buffer=nl.sbuf)
+    flat = nl.ndarray((128, count, spec.parts, keys), dtype=k.dtype, buffer=nl.sbuf)
     for part in range(spec.parts):
-        deep = min(128, d - 128 * part)
-        nisa.dma_copy(
-            dst=flat[0:deep, part, 0:keys],
-            src=k[128 * part : 128 * part + deep, step[2] : step[2] + keys],
-        )
+        deep = min(128, spec.d - 128 * part)
+        block = k[g : g + count, 128 * part : 128 * part + deep, step[2] : step[2] + keys]
+        nisa.dma_copy(dst=flat[0:deep, 0:count, part, 0:keys], src=block.permute((1, 0, 2)))
     return flat
 
 

@@ -20,7 +20,7 @@ from .attention_loads import (
 from .loads_and_stores import evict, move
 
 
-def prefill_groups(outs, qs, ks, vs, rope, spec, schedule):
+def prefill_groups(outs, qs, k, v, rope, spec, schedule):
     """Compute the heads of several groups, each [heads of a group, m, d]."""
     # what TensorE adds to scores: identity times a band, whose column 128 + i is key i of a tile
     banded = spec.causal and not spec.soft_cap
@@ -28,8 +28,8 @@ def prefill_groups(outs, qs, ks, vs, rope, spec, schedule):
     late = make_band(1, 128) if banded else None
     early = make_band(-1, -129) if banded and spec.window > 0 else None
     steps = list_steps(len(qs), spec)
-    keys = [load_keys(ks[0], rope, spec)]
-    values = [load_values(vs[0], spec)]
+    keys = [load_keys(k.select(0, 0), rope, spec)]
+    values = [load_values(v.select(0, 0), spec)]
     fetched = [fetch_queries(qs[0], 0, spec)]
     queries = []
     scores = []
@@ -47,8 +47,8 @@ def prefill_groups(outs, qs, ks, vs, rope, spec, schedule):
             q0 = steps[t][2]
             # loads of the next queries start early, and with the first ones those of keys
             if q0 == 0 and g + 1 < len(qs):
-                keys.append(load_keys(ks[g + 1], rope, spec))
-                values.append(load_values(vs[g + 1], spec))
+                keys.append(load_keys(k.select(0, g + 1), rope, spec))
+                values.append(load_values(v.select(0, g + 1), spec))
             if q0 + 128 < spec.m:
                 fetched.append(fetch_queries(qs[g], q0 + 128, spec))
             elif g + 1 < len(qs):
