@@ -53,7 +53,7 @@ def test_every_record_prints_on_one_line(records):
 def test_records_that_people_read_are_tables_and_html(records):
     shown = {name: one for name, one in records.items() if isinstance(one, Shown)}
     assert {"CompileReport", "RewriteResult", "CompressionReport", "ModelPrediction", "Profile",
-            "Simulation", "Explanation"} <= set(shown)  # fmt: skip
+            "Simulation"} <= set(shown)  # fmt: skip
     for name, record in shown.items():
         assert repr(record).startswith((f"<{name}", f"{name}(")), name
         assert str(record) != repr(record), name

@@ -13,6 +13,7 @@ what is wrong, which is such a fault.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from nmm_compiler.errors import (
     ModelError,
@@ -45,7 +46,7 @@ from nmm_compiler.passes.graph.capture import (
 from nmm_compiler.passes.graph.read_graph import read_added, read_graph
 from nmm_compiler.passes.layout import assign_layouts, count_transposes
 from nmm_compiler.passes.reproduce import fault_command
-from nmm_compiler.passes.result import Explanation, RewriteResult, opportunities
+from nmm_compiler.passes.result import RewriteResult, opportunities
 from nmm_compiler.passes.rules.adapters import Adapters
 from nmm_compiler.passes.rules.attention import Attention
 from nmm_compiler.passes.rules.base import Declined, Match, Rule
@@ -464,7 +465,7 @@ def explain(
     *,
     options: Options | Mapping[str, Any] | None = None,
     rules: Sequence[Rule | str] | None = None,
-) -> Explanation:
+) -> RewriteResult:
     """Say what `rewrite` would do in every graph of a model, without doing it.
 
     The model runs once, under torch.compile with a backend that only collects. A GraphModule or
@@ -477,20 +478,26 @@ def explain(
         rules: as for `rewrite`.
 
     Returns:
-        What matches, what is left alone and why, and what could be factorized.
+        What matches, what is left alone and why, and what could be factorized; of several graphs
+        together, with `results` for each.
 
     Raises:
         ModelError, BrokenRuleError, UnknownNameError: as `rewrite`.
     """
     made = Options.make(options)
     if isinstance(model_or_graph, (fx.GraphModule, torch.export.ExportedProgram)):
-        return Explanation([rewrite(model_or_graph, example_inputs, options=made, rules=rules)])
+        return rewrite(model_or_graph, example_inputs, options=made, rules=rules)
     if not callable(model_or_graph):
         kind = type(model_or_graph).__name__
         raise ModelError(f"cannot explain a {kind}; pass a model or a function")
     graphs = all_graphs(model_or_graph, *arguments(example_inputs))
     results = [run(module, inputs, made, rules) for module, inputs in graphs]
-    return Explanation(results)
+    if len(results) == 1:
+        return results[0]
+    whole = RewriteResult(None, [], [], target=made.target, results=results)
+    for result in results:
+        whole.add(result)
+    return whole
 
 
 def rule_order(options: Options, rules: Sequence[Rule | str] | None) -> tuple[Rule, ...]:
@@ -537,30 +544,27 @@ def copy_graph(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx
     graph = fx.Graph(tracer_cls=getattr(module.graph, "_tracer_cls", None))
     new: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
-        copy: Any = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
+        new[node] = made = graph.create_node(
+            node.op, node.target, name=node.name, type_expr=node.type
+        )
         # Set afterwards, since `create_node` searches all arguments for a reason to warn.
         if node.args:
-            copy.args = fx.map_arg(node.args, new.__getitem__)
+            made.args = fx.map_arg(node.args, new.__getitem__)
         if node.kwargs:
-            copy.kwargs = fx.map_arg(node.kwargs, new.__getitem__)
+            made.kwargs = fx.map_arg(node.kwargs, new.__getitem__)
         if hasattr(node, "_dynamo_source"):
-            copy._dynamo_source = node._dynamo_source
-        copy.meta.update(node.meta)
-        new[node] = copy
+            made._dynamo_source = node._dynamo_source
+        made.meta.update(node.meta)
+        new[node] = made
     graph._codegen = module.graph._codegen
     # Setting a module's graph compiles its code, which the passes do once at their end. So the
-    # module is made for a graph with only its tensors and modules, and then gets the copy.
-    held = fx.Graph()
-    for node in graph.nodes:
-        if node.op in ("get_attr", "call_module"):
-            held.get_attr(str(node.target))
+    # module is made for an empty graph, and then gets what the given one holds.
     given = type(module).__mro__[1]  # a GraphModule has a class of its own, below this one
     plain = given.__init__ is fx.GraphModule.__init__  # type: ignore[misc]
     kind = given if plain else fx.GraphModule
-    copied: fx.GraphModule = kind(module, held, class_name=type(module).__name__)
-    copied.meta = dict(module.meta)
+    copied: fx.GraphModule = kind(nn.Module(), fx.Graph(), class_name=type(module).__name__)
     for name, value in vars(module).items():
-        vars(copied).setdefault(name, value)
+        vars(copied)[name] = copy.copy(value) if isinstance(value, (dict, list)) else value
     copied._graph = graph
     graph.owning_module = copied
     return copied, new

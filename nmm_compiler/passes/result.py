@@ -1,4 +1,4 @@
-"""The results of `rewrite` and `explain`: the graph, the matches, the refusals, and a report.
+"""The result of `rewrite` and `explain`: the graph, the matches, the refusals, and a report.
 
 Matches with equal text in several layers of a model share a row of the report: the numbers of their
 paths become `*`. Each dense product is priced by itself, as the passes price a chain: dense, and
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import json
 import re
 from collections import Counter
@@ -257,10 +258,11 @@ class RewriteResult(Shown):
     """A rewritten graph with its matches and refusals.
 
     graph_module is a new GraphModule that shares parameters with the original. nearest: for each
-    rule of the user the nearest place that is no match, as a `RuleCount` has it.
+    rule of the user the nearest place that is no match, as a `RuleCount` has it. results: of a
+    model that has no single graph, those of each; it has no graph_module.
     """
 
-    graph_module: fx.GraphModule
+    graph_module: Any
     matches: list[Match]
     declined: list[Declined]
     opportunities: list[Opportunity] = field(default_factory=list)
@@ -269,6 +271,7 @@ class RewriteResult(Shown):
     transposes_after: int = 0
     nearest: dict[str, tuple[int, str]] = field(default_factory=dict)
     target: str = "trn2"
+    results: list[RewriteResult] = field(default_factory=list)
 
     def check(self, *inputs: Any, **keywords: Any) -> float:
         """Run the graph before and after on real inputs; raise where the results differ.
@@ -328,7 +331,8 @@ class RewriteResult(Shown):
         inputs in order, for a graph without shapes. Raises UnknownNameError and ModelError.
         """
         found = match if isinstance(match, Match) else named_match(self.matches, match)
-        return reproducer(self.original, found, inputs, target)
+        (own,) = (r for r in self.results or [self] if any(found is one for one in r.matches))
+        return reproducer(own.original, found, inputs, target)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON data."""
@@ -354,6 +358,7 @@ class RewriteResult(Shown):
     def parts(self) -> list[Part]:
         """Return the fused calls, the refusals with reasons, and the opportunities."""
         gain = calls_bring(m.info["predicted"] for m in self.matches if "predicted" in m.info)
+        broken = [_BREAKS.format(len(self.results))] if self.graph_module is None else []
         return [
             Line(self.summary(), "headline"),
             *([Line(gain, "headline")] if gain else []),
@@ -361,13 +366,14 @@ class RewriteResult(Shown):
             *(Line(str(count), "note") for count in self.rules.values()),
             *declined_parts(self.declined),
             *_opportunities(self.opportunities, self.target),
+            *(Line(text, "note") for text in broken),
         ]
 
     def page_parts(self) -> list[Part]:
         """Return `parts` and pictures of the graph before and after, one for each kind of match."""
-        pictures = graph_parts(self.original, self.graph_module, self.matches)
         summary, *rest = self.parts()
-        return [summary, *pictures, *rest]
+        each = (graph_parts(r.original, r.graph_module, r.matches) for r in self.results or [self])
+        return [summary, *itertools.chain(*each), *rest]
 
     def __repr__(self) -> str:
         return f"<RewriteResult: {self.summary()}>"
@@ -389,56 +395,6 @@ def readable(module: Any) -> str:
     """Return the code of a graph and of the graphs inside it."""
     graphs = [(n, one) for n, one in module.named_modules() if isinstance(one, fx.GraphModule)]
     return "\n\n".join((f"# {name}\n" if name else "") + one.code.strip() for name, one in graphs)
-
-
-@dataclass(repr=False)
-class Explanation(Shown):
-    """The results of every graph of a model: matches, refusals and opportunities."""
-
-    results: list[RewriteResult]
-    matches: list[Match] = field(init=False)
-    declined: list[Declined] = field(init=False)
-    opportunities: list[Opportunity] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.matches = [m for r in self.results for m in r.matches]
-        self.declined = [d for r in self.results for d in r.declined]
-        self.opportunities = [o for r in self.results for o in r.opportunities]
-
-    def reproducer(self, match: Match | str | None = None, *, target: str = "trn2") -> str:
-        """Return a script of one match of any graph, see `RewriteResult.reproducer`."""
-        found = match if isinstance(match, Match) else named_match(self.matches, match)
-        (result,) = (r for r in self.results if any(found is one for one in r.matches))
-        return result.reproducer(found, target=target)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON data, one entry per graph."""
-        return {"graphs": [r.to_dict() for r in self.results]}
-
-    def to_json(self, indent: int | None = 2) -> str:
-        """Return `to_dict` as JSON text."""
-        return json.dumps(self.to_dict(), indent=indent, sort_keys=True)
-
-    def parts(self) -> list[Part]:
-        """Return the reports of all graphs."""
-        return self._of_each([result.parts() for result in self.results])
-
-    def page_parts(self) -> list[Part]:
-        """Return the reports of all graphs with pictures."""
-        return self._of_each([result.page_parts() for result in self.results])
-
-    @staticmethod
-    def _of_each(shown: list[list[Part]]) -> list[Part]:
-        if not shown:
-            return [Line("no graph was traced")]
-        if len(shown) == 1:
-            return shown[0]
-        sections = [Section(f"graph {i}:", tuple(parts)) for i, parts in enumerate(shown)]
-        return [*sections, Line(_BREAKS.format(len(shown)), "note")]
-
-    def __repr__(self) -> str:
-        counts = f"{len(self.matches)} matched, {len(self.declined)} declined"
-        return f"<Explanation: {len(self.results)} graphs, {counts}>"
 
 
 # -- the parts of a report ----------------------------------------------------------------------

@@ -263,11 +263,6 @@ def _behind(graph: fx.Graph, matches: Sequence[Match], name: str) -> Sequence[Ma
 def _blame(wrong: Match | None, behind: Sequence[Match]) -> str:
     """Name the match with the first wrong result, or those that a wrong value depends on."""
     if wrong is not None:
-        return f"The first match with a wrong result is {_described(wrong)}"
-    shown = "; ".join(map(_described, behind[:3])) + ("; ..." if len(behind) > 3 else "")
+        return f"The first match with a wrong result is {wrong!r}"
+    shown = "; ".join(map(repr, behind[:3])) + ("; ..." if len(behind) > 3 else "")
     return f"It depends on {shown}" if behind else "No match explains it: a fault in nmm_compiler"
-
-
-def _described(match: Match) -> str:
-    place = f" in {match.module}" if match.module else ""
-    return f"{match} of rule {match.rule!r}{place}"

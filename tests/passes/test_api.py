@@ -95,7 +95,7 @@ def test_explain_covers_every_graph():
 
     report = explain(models.Model(broken, pair=Pair()), X)
     assert len(report.results) == len(report.matches) == 2
-    assert all(words in str(report) for words in ("graph 1:", "2 graphs", "graph_breaks"))
+    assert all(words in str(report) for words in ("2 graphs", "graph_breaks"))
 
 
 def test_explain_reads_models_past_dynamos_recompile_limit():
@@ -113,7 +113,6 @@ def test_explain_says_what_factorizing_would_save():
     assert one.r == int(0.8 * 32 * 64 / 96)
     assert one.saved_bytes == 4 * (32 * 64 - one.r * 96)
     assert "could be factorized" in str(report)
-    assert '"graphs"' in report.to_json()
 
 
 # -- rules ------------------------------------------------------------------------------------

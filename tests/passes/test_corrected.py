@@ -340,7 +340,7 @@ def test_blocks_that_are_written_in_place_are_not_read_as_stored(written):
 
     model, data = Written(**MX, format="mxfp4", bias=False), x(8, 1024)
     made = nmm.explain(model, data, options={"target": "trn3"})
-    notes = [note for result in made.results for match in result.matches for note in match.notes]
+    notes = [note for match in made.matches for note in match.notes]
     assert not any("read as stored" in note for note in notes)
     want = copy.deepcopy(model)(data)
     got = compiled(model, target="trn3", kernels="lazy")(data)
