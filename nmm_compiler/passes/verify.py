@@ -9,12 +9,11 @@ tolerance, and a flat one a small one.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import inspect
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,10 +61,10 @@ def check(
     names = {name: name for name in places}
     emitted = {new: old for match in matches for old, new in match.emitted}
     writes = any(graph_writes(graph) or _counts(graph) for graph in (before, after))
-    first = _Run(before, names).start(inputs, writes)
-    noisy = [_Run(before, names, places, trial).start(inputs, writes) for trial in range(_TRIALS)]
+    first = _Run(before, writes, names).start(inputs)
+    noisy = [_Run(before, writes, names, places, trial).start(inputs) for trial in range(_TRIALS)]
     try:
-        second = _Run(after, emitted).start(inputs, writes)
+        second = _Run(after, writes, emitted).start(inputs)
     except Exception as error:
         raise VerificationError(f"the rewritten graph raised {error!r}") from error
 
@@ -89,7 +88,7 @@ def check(
 
 
 class _Run(fx.Interpreter):
-    """A run of a graph.
+    """A run of a graph, on copies of what it holds and of its inputs where it writes.
 
     wanted: the name under which the value of a node is kept, by the node's name. places: nodes that
     get noise of the size of the roundings that a match may move, with operations and terms. kept:
@@ -99,28 +98,29 @@ class _Run(fx.Interpreter):
     def __init__(
         self,
         module: fx.GraphModule,
+        writes: bool,
         wanted: Mapping[str, str],
         places: Mapping[str, tuple[int, int]] | None = None,
         trial: int = 0,
     ) -> None:
-        super().__init__(module)
-        self.wanted, self.places = wanted, places or {}
+        super().__init__(copy.deepcopy(module) if writes else module)
+        self.writes, self.wanted, self.places = writes, wanted, places or {}
         self.generator = torch.Generator().manual_seed(trial)
         self.kept: dict[str, Any] = {}
         self.left: list[str] = []
 
-    def start(self, inputs: list[Any], writes: bool) -> _Run:
+    def start(self, inputs: list[Any]) -> _Run:
         """Run from the present state of random numbers, inputs and parameters."""
         # Copies in one call share memory as the inputs do.
         alone = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, inputs)
-        own = copy.deepcopy(alone) if writes else inputs
-        held = _restored(self.module, writes)
-        with torch.no_grad(), torch.random.fork_rng(), held as state:
+        own = copy.deepcopy(alone) if self.writes else inputs
+        with torch.no_grad(), torch.random.fork_rng():
             outputs = self.run(*own, enable_io_processing=False)
-            left = {f"output {i}": v for i, v in enumerate(pytree.tree_leaves(outputs))}
-            if writes:
-                left |= {f"input {i}, after the call,": v for i, v in enumerate(own)}
-                left |= {f"{n}, after the call,": _copies(t) for n, t in state.items()}
+        left = {f"output {i}": v for i, v in enumerate(pytree.tree_leaves(outputs))}
+        if self.writes:
+            held = (*self.module.named_parameters(), *self.module.named_buffers())
+            for name, value in (*((f"input {i}", v) for i, v in enumerate(own)), *held):
+                left[f"{name}, after the call,"] = value
         self.kept |= left
         self.left = [*left]
         return self
@@ -146,19 +146,6 @@ class _Run(fx.Interpreter):
         noise = (drawn * size).to(value.device, value.dtype)
         overlaps = any(n > 1 and s == 0 for n, s in zip(value.shape, value.stride(), strict=True))
         return value + noise if overlaps else value.add_(noise)
-
-
-@contextlib.contextmanager
-def _restored(module: torch.nn.Module, writes: bool) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the tensors that a graph holds, and give them their contents back afterwards."""
-    held = itertools.chain(module.named_parameters(), module.named_buffers())
-    state = dict(held) if writes else {}
-    kept = {name: value.detach().clone() for name, value in state.items()}
-    try:
-        yield state
-    finally:
-        for name, value in kept.items():
-            state[name].detach().copy_(value)
 
 
 def _counts(module: fx.GraphModule) -> bool:
