@@ -210,7 +210,7 @@ WRONG = {
                 "both take over node"),
     "layout": (pipeline, "assign_layouts", _read_a_transpose_of_nothing,
                "the transpose that nothing makes"),
-    "emit": (calls.Call, "finish", lambda call, editor, y: editor.call(aten.double.default, y),
+    "emit": (calls.Call, "finish", lambda call, editor, y: editor.call(torch.Tensor.double, y),
              r"is torch.float64 .* in place of"),
 }  # fmt: skip
 
