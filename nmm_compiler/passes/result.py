@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from torch import fx, nn
 
-from nmm_compiler.errors import NmmError, UnknownNameError
+from nmm_compiler.errors import ModelError, NmmError
 from nmm_compiler.kernels.linear.specs import LowRankSpec
 from nmm_compiler.passes import verify
 from nmm_compiler.passes.chains.chain import read_stage
@@ -322,15 +322,17 @@ class RewriteResult(Shown):
         )
 
     def reproducer(
-        self, match: Match | str | None = None, inputs: Any = None, *, target: str = "trn2"
+        self, match: Match | None = None, inputs: Any = None, *, target: str = "trn2"
     ) -> str:
         """Return a Python script that rewrites one match alone and checks it, for an issue.
 
-        match: one of `matches`, or the name of its node or module; None is the first. Its nodes
-        become a function of tensors like those that it read, with random numbers. inputs: example
-        inputs in order, for a graph without shapes. Raises UnknownNameError and ModelError.
+        match: one of `matches`, by default the first. Its nodes become a function of tensors like
+        those that it read, with random numbers. inputs: example inputs in order, for a graph
+        without shapes. Raises ModelError for such a graph without inputs, and without a match.
         """
-        found = match if isinstance(match, Match) else named_match(self.matches, match)
+        if not self.matches:
+            raise ModelError(f"there is no match to reproduce: {self.summary()}")
+        found = match or self.matches[0]
         (own,) = (r for r in self.results or [self] if any(found is one for one in r.matches))
         return reproducer(own.original, found, inputs, target)
 
@@ -377,18 +379,6 @@ class RewriteResult(Shown):
 
     def __repr__(self) -> str:
         return f"<RewriteResult: {self.summary()}>"
-
-
-def named_match(matches: Sequence[Match], name: str | None) -> Match:
-    """Return the match whose node or module has this name; the first for None.
-
-    Raises UnknownNameError where there is none.
-    """
-    for match in matches:
-        if name is None or name in (match.name, match.module):
-            return match
-    names = [name for match in matches for name in (match.name, match.module) if name]
-    raise UnknownNameError("match", name, list(dict.fromkeys(names)))
 
 
 def readable(module: Any) -> str:
@@ -492,11 +482,10 @@ def declined_parts(declined: Sequence[Declined]) -> list[Part]:
         modules = places_of(one.module for one in found if one.module)
         where = f"at {places_of(one.at for one in found)}" + (f" in {modules}" if modules else "")
         where += f" ({found[0].source})" if found[0].source else ""
-        helps = f"no remedy: {remedy[9:]}" if remedy[:9] == "nothing: " else f"would help: {remedy}"
         lines += [
             Line(f"{count}{rule}: {found[0].reason}", indent=2, hang=2),
             Line(where, indent=6, hang=3),
-            Line(helps, indent=6, hang=3),
+            Line(f"would help: {remedy}", indent=6, hang=3),
         ]
     return [Section("left alone", tuple(lines))] if lines else []
 
