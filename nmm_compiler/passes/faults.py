@@ -13,8 +13,7 @@ import contextlib
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import fx
 
@@ -24,21 +23,13 @@ from nmm_compiler.errors import TO_MEND, InternalFaultError, ModelError, broken_
 _MOST_PLACES = 8
 
 
-@dataclass(frozen=True)
-class Fault:
-    """An exception of this package: in which step, for which rule, at which node of which graph."""
+class Fault(NamedTuple):
+    """An exception of this package: for which rule, at which node of which graph, in words."""
 
-    stage: str
     rule: str
     at: fx.Node
     graph: str
-    error: Exception
-
-    def __str__(self) -> str:
-        rule = f" for rule {self.rule!r}" if self.rule else ""
-        return (
-            f"{type(self.error).__name__} while {self.stage} {self.at.name!r}{rule}: {self.error}"
-        )
+    text: str
 
 
 class Faults:
@@ -80,10 +71,11 @@ class Faults:
         if not isinstance(rule, str) and not self.is_built_in(rule):
             raise broken_rule(rule.name, node.name, error) from error
         name = rule if isinstance(rule, str) else rule.name
-        fault = Fault(stage, name, node, self.graph, error)
+        of = f" for rule {name!r}" if name else ""
+        text = f"{type(error).__name__} while {stage} {node.name!r}{of}: {error}"
         if self.strict:
-            raise internal_fault(str(fault)) from error
-        self.found.setdefault((stage, name, node.name, self.graph), fault)
+            raise internal_fault(text) from error
+        self.found.setdefault((self.graph, text), Fault(name, node, self.graph, text))
 
     @contextlib.contextmanager
     def only_reading(self, rule: Any, graph: fx.Graph) -> Iterator[None]:
@@ -113,7 +105,7 @@ class Faults:
         first, *others = self.found.values()
         more = f" (and {len(others)} more)" if others else ""
         warnings.warn(
-            f"nmm: a fault in nmm_compiler, {first}{more}. What it met stays as it was; "
+            f"nmm: a fault in nmm_compiler, {first.text}{more}. What it met stays as it was; "
             "everything else is rewritten, and results are right. To reproduce it run: "
             f"{command} ; please report it with what that prints",
             stacklevel=4,

@@ -57,7 +57,6 @@ from nmm_compiler.passes.graph.canonical import (
     Scale,
     Side,
     describe,
-    dtype_name,
     owner_of,
 )
 from nmm_compiler.passes.graph.capture import collect_values
@@ -561,8 +560,7 @@ class PatternRule(Rule):
             for site in unifier.sites():
                 answer = self._refused(graph, node, site)
                 if answer is None:
-                    told = {**site.numbers, "operands": site.shapes(), "chains": 0}
-                    told["dtype"] = dtype_name(dtype)
+                    told = {**site.numbers, "operands": site.shapes()}
                     return Match(self.name, node, site.nodes, data=site, info=told)
                 refusal = refusal or answer
             nearest = max(nearest, unifier.nearest, key=lambda one: one.agreed)

@@ -31,7 +31,7 @@ from nmm_compiler.errors import (
     no_real_inputs,
 )
 from nmm_compiler.options import Options, setting
-from nmm_compiler.passes.chains.safety import TYPICAL_TOKENS, Refusal, in_transform, moving
+from nmm_compiler.passes.chains.safety import TYPICAL_TOKENS, Refusal, moving
 from nmm_compiler.passes.emit.calls import Call
 from nmm_compiler.passes.emit.editor import Editor, NotEmittedError
 from nmm_compiler.passes.faults import Fault, Faults
@@ -145,9 +145,6 @@ class Attempt:
                 if self.faults.is_left(rule.name, found.name):
                     continue
                 moved = moving(c, found.nodes)
-                places = [c.effects.position[n] for n in (*moved, found.node)]
-                if c.effects.in_transform(min(places), max(places)):
-                    found = in_transform(node)
             if isinstance(found, Refusal):
                 if found.reason:
                     declined = Declined.of(rule.name, found, node, self.faults.graph)
@@ -572,7 +569,7 @@ def copy_graph(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx
 
 def _internal(fault: Fault) -> Declined:
     """Return a fault of this package as a refusal, which reports show."""
-    why = Refusal("internal", f"a fault in nmm_compiler, {fault}", fault.at)
+    why = Refusal("internal", f"a fault in nmm_compiler, {fault.text}", fault.at)
     return Declined.of(fault.rule or "reading", why, fault.at, fault.graph)
 
 

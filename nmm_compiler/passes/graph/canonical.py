@@ -318,13 +318,9 @@ class Canonical:
 
     def shape(self, key: Key) -> tuple[Size, ...] | None:
         """Return the shape, with symbolic sizes as expressions; None for no tensor."""
-        found = self._shapes.get(key)
-        if found is None:
-            if isinstance(key, Virtual):
-                return key.shape
-            value = self.tensor(key)
-            if value is None:
-                return None
+        found = key.shape if isinstance(key, Virtual) else self._shapes.get(key)
+        value = self.tensor(key) if found is None else None
+        if value is not None:
             found = self._shapes[key] = views.sizes_of(value)
         return found
 
