@@ -51,22 +51,18 @@ NEXT = (
 class Opportunity(Record):
     """A dense product that could be factorized, and the savings of rank `r`.
 
-    node: the product. r is the rank that keeps 80 % of the parameters; break_even is the first rank
-    at which the factors are no smaller than the dense matrix. m: tokens of the product, None for a
-    symbolic count; dtype: its operands'. saved_bytes are bytes of weight read per call,
-    saved_flops_per_token are floating-point operations.
+    node: the product. r is the rank that keeps 80 % of the parameters. m: tokens of the product,
+    None for a symbolic count; dtype: its operands'. saved_bytes are bytes of weight read per call.
     """
 
     node: str
     module: str
+    m: int | None
     k: int
     n: int
     r: int
-    break_even: int
+    dtype: str
     saved_bytes: int
-    saved_flops_per_token: int
-    m: int | None = None
-    dtype: str = "bfloat16"
 
 
 def could_bring(found: Iterable[Any], target: str) -> str:
@@ -146,22 +142,11 @@ def opportunities(c: Canonical, covered: set[fx.Node]) -> list[Opportunity]:
         r = int(0.8 * k * n / (k + n))
         if r < 1:
             continue
-        saved, m = k * n - r * (k + n), views.product([*stage.tokens.values()])
-        dtype = c.dtype(key)
-        found.append(
-            Opportunity(
-                node=owner_of(key).name,
-                module=module_path(owner_of(key)),
-                k=k,
-                n=n,
-                r=r,
-                break_even=-(-k * n // (k + n)),
-                saved_bytes=saved * (2 if dtype is None else dtype.itemsize),
-                saved_flops_per_token=2 * saved,
-                m=m if isinstance(m, int) else None,
-                dtype=dtype_name(dtype),
-            )
-        )
+        m, dtype = views.product([*stage.tokens.values()]), c.dtype(key)
+        saved_bytes = (k * n - r * (k + n)) * (2 if dtype is None else dtype.itemsize)
+        name, module = owner_of(key).name, module_path(owner_of(key))
+        static = m if isinstance(m, int) else None
+        found.append(Opportunity(name, module, static, k, n, r, dtype_name(dtype), saved_bytes))
     return found
 
 
@@ -491,23 +476,19 @@ def declined_parts(declined: Sequence[Declined]) -> list[Part]:
 
 
 def _opportunities(found: list[Opportunity], target: str) -> list[Part]:
-    groups = grouped(
-        ((o.k, o.n, o.r, o.break_even, o.saved_bytes, o.saved_flops_per_token), o.module or o.node)
-        for o in found
-    )
+    groups = grouped(((o.k, o.n, o.r, o.saved_bytes), o.module or o.node) for o in found)
     if not groups:
         return []
     rows = [
-        (len(at), k, n, r, even, f"{saved * len(at) / 2**20:.2f}", f"{flops * len(at) / 1e6:.3f}",
-         places_of(at))
-        for (k, n, r, even, saved, flops), at in groups.items()
-    ]  # fmt: skip
-    head = ("dense", "k", "n", "rank", "break-even", "MiB saved", "MFLOP/token")
+        (len(at), k, n, r, f"{saved * len(at) / 2**20:.2f}", places_of(at))
+        for (k, n, r, saved), at in groups.items()
+    ]
+    head = ("dense", "k", "n", "rank", "MiB saved", "could be factorized")
     total = sum(o.saved_bytes for o in found) / 2**20
     kept = f"keeping 80 % of these weights' parameters saves {total:.2f} MiB per pass"
     said = could_bring(found, target)
     return [
-        Grid.of((*head, "could be factorized"), rows),
+        Grid.of(head, rows),
         Line(kept),
         *([Line(said, "headline")] if said else []),
     ]
