@@ -19,13 +19,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import importlib
-import operator
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from torch import Tensor, fx
+from torch import fx
 from torch._dynamo.backends import registry
 
 from nmm_compiler.backend.compile_graph import Compilation, calls_of, meta_value, rewrite
@@ -36,6 +35,7 @@ from nmm_compiler.errors import NeuronSetupError, NmmError
 from nmm_compiler.ops.launches import Launch
 from nmm_compiler.ops.lower import GraphCall, graph_call, lower
 from nmm_compiler.options import Options
+from nmm_compiler.passes.pipeline import copy_graph
 from nmm_compiler.runtime import neuron
 from nmm_compiler.runtime.kernels import KERNELS
 
@@ -100,8 +100,9 @@ def install(*names: str, **options: Any) -> tuple[str, ...]:
 
 
 def _lowered(work: Compilation, gm: fx.GraphModule) -> fx.GraphModule:
-    """Return the graph with kernels in place of our ops, or the original where one has none."""
-    options = work.options
+    """Return a copy of the graph with kernels in place of our ops, or the original where one has
+    none; the report predicts the graph with our ops."""
+    gm, options = copy_graph(gm)[0], work.options
     try:
         calls = {node: lower(*_call(node), lnc=options.lnc) for node in calls_of(gm)}
         specs = [launch.spec for launch in calls.values()]
@@ -109,7 +110,7 @@ def _lowered(work: Compilation, gm: fx.GraphModule) -> fx.GraphModule:
         for node, launch in calls.items():
             _replace(work, gm, node, launch)
     except NmmError as error:
-        if work.options.strict or isinstance(error, NeuronSetupError):
+        if options.strict or isinstance(error, NeuronSetupError):
             raise
         work.give_up("lowering to kernels", error)
         return work.gm
@@ -131,56 +132,39 @@ def _call(node: fx.Node) -> GraphCall:
 
 
 def _replace(work: Compilation, gm: fx.GraphModule, node: fx.Node, launch: Launch) -> None:
-    """Put the call of a kernel in the place of a call of an op."""
-    nodes = {id(meta_value(operand)): operand for operand in node.all_input_nodes}
-    names = [tensor.name for tensor in launch.spec.inputs()]
-    operands = []
-    with gm.graph.inserting_before(node):
-        for i, (name, tensor) in enumerate(zip(names, launch.operands, strict=True)):
-            # x and the residual, the op's last operand, have its token dimensions in the graph
-            source = node.args[-1] if name == "residual" else nodes.get(id(tensor))
-            operands.append(_matrix(gm, node.args[0] if i == 0 else source, tensor.shape))
-        results = _kernel_call(work, gm, launch.spec, operands, launch.operands[0])
-        given = meta_value(node)
-        many = isinstance(given, (list, tuple))
-        values = given if many else [given]
-        shaped = [_matrix(gm, y, value.shape) for y, value in zip(results, values, strict=True)]
-    if not many:
-        node.replace_all_uses_with(shaped[0])
-    else:
-        for user in list(node.users):
-            assert user.target is operator.getitem
-            user.replace_all_uses_with(shaped[int(user.args[1])])  # type: ignore[arg-type]
-            gm.graph.erase_node(user)
-    gm.graph.erase_node(node)
-
-
-def _kernel_call(
-    work: Compilation, gm: fx.GraphModule, spec: Any, operands: list[fx.Node], like: Tensor
-) -> list[fx.Node]:
-    """Add the call of a spec's kernel; return its results."""
-    target = work.options.target
-    origin = KERNELS.origins([spec], target, work.options)[spec]
-    kernel = KERNELS.get(spec, target, work.options)
+    """Put the call of a kernel in the place of a call of an op; kernels take whole tensors."""
+    options, spec = work.options, launch.spec
+    origin = KERNELS.origins([spec], options.target, options)[spec]
+    kernel = KERNELS.get(spec, options.target, options)
     function, digest = _with_hash(kernel)
     work.note_kernel(kernel, 1, origin, backward=0)
+    nodes = {id(meta_value(operand)): operand for operand in node.all_input_nodes}
+    # x and the residual, the op's last operand, have their token dimensions in the graph
+    own = {0: node.args[0]}
+    own |= {i: node.args[-1] for i, one in enumerate(spec.inputs()) if one.name == "residual"}
     tracer = fx.proxy.GraphAppendingTracer(gm.graph)
-    call = _wrap_nki()(function)[kernel.spec.lnc]
-    made = call(*(fx.Proxy(operand, tracer) for operand in operands), digest)
-    if not isinstance(made, fx.Proxy):
-        raise NeuronSetupError(
-            f"wrap_nki of {kernel.name} returned {type(made).__name__} while a graph is written; "
-            "report the versions of vllm-neuron and libtorch-neuronx-lite"
-        )
-    outputs = [like.new_empty(result.shape) for result in spec.outputs()]
-    parts = [made.node]
-    if len(outputs) > 1:
-        made.node.meta["example_value"] = tuple(outputs)
-        count = range(len(outputs))
-        parts = [gm.graph.call_function(operator.getitem, (made.node, i)) for i in count]
-    for part, value in zip(parts, outputs, strict=True):
-        part.meta["example_value"] = value
-    return parts
+    with gm.graph.inserting_before(node):
+        operands = []
+        for i, tensor in enumerate(launch.operands):
+            source: Any = fx.Proxy(cast(fx.Node, own.get(i) or nodes[id(tensor)]), tracer)
+            operands.append(source.reshape(tuple(tensor.shape)).contiguous())
+        made: Any = _wrap_nki()(function)[spec.lnc](*operands, digest)
+        if not isinstance(made, fx.Proxy):
+            raise NeuronSetupError(
+                f"wrap_nki of {kernel.name} returned {type(made).__name__} while a graph is "
+                "written; report the versions of vllm-neuron and libtorch-neuronx-lite"
+            )
+        given = meta_value(node)
+        replaced = {node: (made, given)}
+        if isinstance(given, (list, tuple)):
+            index = {user: int(cast(Any, user.args[1])) for user in node.users}
+            replaced = {user: (made[i], given[i]) for user, i in index.items()}  # type: ignore[index]
+        for old, (result, value) in replaced.items():
+            new = result.reshape(tuple(value.shape)).contiguous().node
+            new.meta = dict(old.meta)
+            old.replace_all_uses_with(new)
+    for old in dict.fromkeys((*replaced, node)):
+        gm.graph.erase_node(old)
 
 
 def _with_hash(kernel: Any) -> tuple[Any, str]:
@@ -202,15 +186,3 @@ def _wrap_nki() -> Callable[[Any], Any]:
         f"none of {', '.join(_HOP_MODULES)} is installed, and a kernel enters vllm-neuron's graphs "
         "through their wrap_nki; install vllm-neuron, or use backend 'nmm'"
     )
-
-
-def _matrix(gm: fx.GraphModule, node: Any, shape: Sequence[int]) -> fx.Node:
-    """Return a node's tensor in a shape and contiguous, as kernels take it; the node if it is."""
-    value = meta_value(node)
-    reshaped = [("reshape", tuple(shape))] if tuple(value.shape) != tuple(shape) else []
-    for method, args in (*reshaped, ("contiguous", ())):
-        if method == "reshape" or not value.is_contiguous():
-            value = getattr(value, method)(*args)
-            node = gm.graph.call_method(method, (node, *args))
-            node.meta["example_value"] = value
-    return cast(fx.Node, node)

@@ -153,6 +153,7 @@ def test_a_rewritten_graph_reaches_the_backend(neuron):
     assert not any("nmm" in str(node.target) for node in gm.graph.nodes)
     assert nmm.last_report().inner == "vllm_neuron"
     assert len(nmm.last_report().kernels) == 2
+    assert "for this graph (10 tokens a call, simulated)" in nmm.last_report().headline()
     # The hash of a kernel is a static argument of its call.
     sources = {hashlib.sha256(k.source.encode()).hexdigest() for _, k in build._KERNELS.values()}
     for node in calls(gm):
