@@ -131,31 +131,30 @@ def calibrate(path: Path) -> Calibration:
         factor = found.factor
         if name == "transposing loads":  # a share of the DMA's rate, which has a factor of its own
             factor /= engines["long loads"].factor or 1.0
-        for constant in (*divided, *multiplied):
+        shares = {**dict.fromkeys(divided, 1 / factor), **dict.fromkeys(multiplied, factor)}
+        for constant, share in shares.items():
             old = float(getattr(target, constant))
-            new = old / factor if constant in divided else old * factor
-            numbers[constant] = (old, new)
+            numbers[constant] = (old, old * share)
     source = f"nmm doctor --fit {path.name}"
     return Calibration(base=base, source=source, engines=tuple(engines.values()), numbers=numbers)
 
 
 def _factor(name: str, times: dict[str, float | None], target: Target) -> EngineFactor:
-    engine = ENGINES[name][0]
-    pair = [rung for rung in ladder.RUNGS if rung.name in (f"{name}, few", f"{name}, many")]
+    """Return the factor of an engine by the names of its rungs."""
+    pair = [rung for rung in ladder.TIMED if rung.name.partition(",")[0] == name]
     few, many = (times.get(rung.name) for rung in pair)
-    if few is None or many is None:
-        return EngineFactor(
-            engine=engine, measured_us=None, predicted_us=None, factor=None,
-            why="its rungs did not both pass",
-        )  # fmt: skip
     less, more = (ladder.predicted_us(rung, target) or 0.0 for rung in pair)
-    measured, predicted = many - few, more - less
-    factor, why = measured / predicted if predicted else 0.0, ""
-    if predicted < BUSY_US:
+    measured = None if few is None or many is None else many - few
+    predicted, factor, why = more - less, None, ""
+    if measured is None:
+        why = "its rungs did not both pass"
+    elif predicted < BUSY_US:
         why = f"the pair differs by under {BUSY_US} us"
-    elif not TRUSTED[0] <= factor <= TRUSTED[1]:
-        why = f"a factor of {factor:.3g} is not believed"
+    elif not TRUSTED[0] <= measured / predicted <= TRUSTED[1]:
+        why = f"a factor of {measured / predicted:.3g} is not believed"
+    else:
+        factor = measured / predicted
     return EngineFactor(
-        engine=engine, measured_us=measured, predicted_us=predicted,
-        factor=None if why else factor, why=why,
+        engine=ENGINES[name][0], measured_us=measured, predicted_us=predicted, factor=factor,
+        why=why,
     )  # fmt: skip

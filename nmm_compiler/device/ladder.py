@@ -12,7 +12,6 @@ come last, so that a fault in them costs no other verdict.
 
 from __future__ import annotations
 
-import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -30,7 +29,6 @@ from nmm_compiler.codegen.check_against_float64 import compare
 from nmm_compiler.errors import NeuronSetupError, NmmError
 from nmm_compiler.kernels.base import numpy_dtype
 from nmm_compiler.kernels.error_bounds import FP32_ROUNDOFF
-from nmm_compiler.nki_api.lint import oldest_version
 from nmm_compiler.records import Record
 from nmm_compiler.report.parts import Grid, Line, Part
 from nmm_compiler.report.shown import Shown
@@ -54,7 +52,7 @@ class Rung:
     (shape, dtype) of each; wanted: float64 operands -> float64 results; result: their dtype, the
     first operand's by default; sums: how many products a result adds up; needs: the capability of a
     target without which the rung is left out; compiled: call it within torch.compile; file: where
-    the kernel is.
+    the kernel is; nki: the oldest version with the names of that file.
     """
 
     name: str
@@ -67,6 +65,7 @@ class Rung:
     needs: str | None = None
     compiled: bool = False
     file: Path = KERNELS
+    nki: str = "0.5"
 
     @property
     def at(self) -> str:
@@ -86,38 +85,20 @@ def _product(a: Array, b: Array) -> tuple[Array, ...]:
     return (a.T @ b,)
 
 
-def _epilogue(x: Array, bias: Array) -> tuple[Array, ...]:
-    z = x + bias[:, None]
-    return (z / (1 + np.exp(-z)) * x,)
-
-
-def _saturated(x: Array, scale: Array) -> tuple[Array, ...]:
-    scaled = np.clip(4000 * x * scale, -240.0, 240.0)
-    return (scaled.astype(ml_dtypes.float8_e4m3).astype(np.float64),)
-
-
 _BF16, _FP8, _FP32 = "bfloat16", "float8_e4m3", "float32"
 _COPIED = (((128, 512), _BF16),)
-_LOOPED = (((512, 64), _BF16),)
-_FEW_MANY = ("few", "many")
+_ROWS = (((512, 64), _BF16),)
 
 CONSTRUCTS = (
     Rung("copy", "copy", "a copy through SBUF", _COPIED, _same),
     Rung("copy compiled", "copy", "the same in torch.compile", _COPIED, _same, compiled=True),
     Rung("two results", "two_results", "two results", _COPIED, lambda x: (x, 2 * x)),
-    Rung("permuted copy", "permuted_copy", "reshape_dim and permute of a view",
-         (((512, 64), _BF16),), _same),
-    Rung("strided copy", "strided_copy", "a DMA of single elements", (((64, 128), _BF16),),
-         _turned),
+    Rung("permuted copy", "permuted_copy", "reshape_dim and permute of a view", _ROWS, _same),
     Rung("broadcast", "broadcast_copy", "a view broadcast over partitions", (((1,), _FP32),),
          lambda x: (np.full((128, 1), x[0]),)),
     *(Rung(f"matmul {tokens}", "matmul", f"accumulate, {tokens} columns moving",
            (((512, 128), _BF16), ((512, tokens), _BF16)), _product, result=_FP32, sums=512)
       for tokens in (512, 77, 1)),
-    Rung("matmuls in turn", "matmul_in_turns", "two sums of one bank take turns",
-         (((512, 128), _BF16), ((512, 64), _BF16)), _product, result=_FP32, sums=512),
-    Rung("matmul fp32", "matmul", "fp32 operands", (((256, 128), _FP32), ((256, 512), _FP32)),
-         _product, sums=256),
     Rung("double row", "double_row", "pairs of rows of fp8",
          (((512, 128), _FP8), ((512, 512), _FP8)), _product, result=_FP32, sums=512,
          needs="fp8_double_row"),
@@ -130,42 +111,50 @@ CONSTRUCTS = (
            (((rows, 128), _BF16),), _turned, needs="dma_transposes") for rows in (512, 77, 8)),
     Rung("DMA transpose 3-D", "dma_transpose_tiles", "dma_transpose, axes (2, 1, 0)",
          (((64, 512), _BF16),), _turned, needs="dma_transposes"),
-    Rung("epilogue", "epilogue", "an activation with a bias for each partition",
-         (((128, 256), _BF16), ((128,), _FP32)), _epilogue),
-    Rung("fp8 result", "saturate_fp8", "rounding to fp8, saturated",
-         (((128, 64), _FP8), ((1,), _FP32)), _saturated, result=_FP8, needs="fp8_double_row"),
 )  # fmt: skip
 
-# Pairs of rungs that differ in how often one engine does the same: few, then many.
+
+def _pair(
+    name: str, does: str, counts: tuple[int, int], operands: Callable[[int], Any],
+    wanted: Callable[..., Array], sums: int = 0, needs: str | None = None,
+) -> tuple[Rung, ...]:  # fmt: skip
+    """Return two rungs that differ in how often one engine does the same: few, then many."""
+
+    def rung(often: str, count: int) -> Rung:
+        return Rung(
+            f"{name}, {often}", name.replace(" ", "_"), f"{count} {does}", operands(count),
+            lambda *arrays: (wanted(count, *arrays),), result=_FP32, sums=sums * count, needs=needs,
+        )  # fmt: skip
+
+    return tuple(map(rung, ("few", "many"), counts))
+
+
 TIMED = (
-    *(Rung(f"matmuls, {name}", f"matmuls_{name}", f"{count} matmuls into one bank",
-           (((128, 128), _BF16), ((128, 512), _BF16)),
-           lambda a, b, count=count: (count * (a.T @ b),), result=_FP32, sums=128 * count)
-      for name, count in zip(_FEW_MANY, (64, 576), strict=True)),
-    *(Rung(f"additions, {name}", f"additions_{name}", f"{count} additions on VectorE",
-           (((128, 2048), _FP32),), lambda x, count=count: ((1 + count) * x[:, :8],), sums=count)
-      for name, count in zip(_FEW_MANY, (8, 72), strict=True)),
-    *(Rung(f"activations, {name}", f"activations_{name}", f"{count} copies on ScalarE",
-           (((128, 2048), _FP32),), lambda x: (x[:, :8],))
-      for name, count in zip(_FEW_MANY, (8, 72), strict=True)),
-    *(Rung(f"transposing loads, {name}", "transposing_loads", f"{count} DMA transposes",
-           (((2048 * count, 128), _BF16),),
-           lambda x: (x.reshape(-1, 2048, 128)[:, :8, :].transpose(2, 0, 1),),
-           needs="dma_transposes")
-      for name, count in zip(_FEW_MANY, (4, 36), strict=True)),
-    *(Rung(f"long loads, {name}", "long_loads", f"{count} loads of 2 MiB",
-           (((128 * count, 8192), _BF16),),
-           lambda x: (x.reshape(-1, 128, 8192)[:, :, :8].transpose(1, 0, 2),))
-      for name, count in zip(_FEW_MANY, (2, 18), strict=True)),
-    *(Rung(f"short loads, {name}", "short_loads", f"{count} loads of 256 bytes",
-           (((count, 64), _FP32),), lambda x: (x.reshape(-1, 64, 64).transpose(1, 0, 2),))
-      for name, count in zip(_FEW_MANY, (64, 576), strict=True)),
+    *_pair("matmuls", "matmuls into one bank", (64, 576),
+           lambda count: (((128, 128), _BF16), ((128, 8 * count), _BF16)),
+           lambda count, a, b: count * (a.T @ b[:, :512]), sums=128),
+    *_pair("additions", "additions on VectorE", (8, 72),
+           lambda count: (((128, 256 * count), _FP32),),
+           lambda count, x: (1 + count) * x[:, :8], sums=1),
+    *_pair("activations", "copies on ScalarE", (8, 72),
+           lambda count: (((128, 256 * count), _FP32),), lambda count, x: x[:, :8]),
+    *_pair("transposing loads", "DMA transposes", (4, 36),
+           lambda count: (((2048 * count, 128), _BF16),),
+           lambda count, x: x.reshape(-1, 2048, 128)[:, :8, :].transpose(2, 0, 1),
+           needs="dma_transposes"),
+    *_pair("long loads", "loads of 2 MiB", (2, 18),
+           lambda count: (((128 * count, 8192), _BF16),),
+           lambda count, x: x.reshape(-1, 128, 8192)[:, :, :8].transpose(1, 0, 2)),
+    *_pair("short loads", "loads of 256 bytes", (64, 576), lambda count: (((count, 64), _FP32),),
+           lambda count, x: x.reshape(-1, 64, 64).transpose(1, 0, 2)),
 )  # fmt: skip
+"""Pairs of rungs that differ in how often one engine does the same: few, then many."""
 
 LOOPED = (
-    Rung("loop", "device_loop", "fori_loop, a number as bound", _LOOPED, _same, file=LOOPS),
-    Rung("loop to a register", "device_loop_register", "fori_loop, a register as bound", _LOOPED,
-         _same, file=LOOPS),
+    Rung("loop", "device_loop", "fori_loop, a number as bound", _ROWS, _same, file=LOOPS,
+         nki="0.6"),
+    Rung("loop to a register", "device_loop_register", "fori_loop, a register as bound", _ROWS,
+         _same, file=LOOPS, nki="0.6"),
 )  # fmt: skip
 
 RUNGS = (*CONSTRUCTS, *TIMED, *LOOPED)
@@ -257,51 +246,47 @@ def climb(target: str | None = None, *, on_rung: Callable[[Rung], None] | None =
     for rung in RUNGS:
         if on_rung is not None:
             on_rung(rung)
-        verdicts.append(_left_out(rung, lost) if lost else _try(rung, executor, hardware))
-        if executor == "neuron" and verdicts[-1].verdict == "failed" and _runs(verdicts[0]):
+        verdicts.append(_try(rung, executor, hardware, lost))
+        seen = [verdicts[0].verdict, verdicts[-1].verdict]
+        if executor == "neuron" and seen == ["passed", "failed"]:
             again = _try(RUNGS[0], executor, hardware)
-            lost = "" if _runs(again) else f"the device runs nothing after {rung.name!r} failed"
+            if again.verdict != "passed":
+                lost = f"the device runs nothing after {rung.name!r} failed"
     return Ladder(executor=executor, target=hardware.name, machine=found, verdicts=tuple(verdicts))
 
 
-def _runs(verdict: Verdict) -> bool:
-    return verdict.verdict == "passed"
+def _verdict(
+    rung: Rung, verdict: str, error: str, us: float | None = None, predicted: float | None = None
+) -> Verdict:
+    return Verdict(
+        rung=rung.name, construct=rung.construct, nki=rung.nki, verdict=verdict, error=error,
+        time_us=us, predicted_us=predicted,
+    )  # fmt: skip
 
 
-def _said(rung: Rung) -> dict[str, Any]:
-    return {"rung": rung.name, "construct": rung.construct, "nki": _oldest_nki(rung.file)}
-
-
-@functools.cache
-def _oldest_nki(file: Path) -> str:
-    return oldest_version(read_source(file))
-
-
-def _left_out(rung: Rung, why: str) -> Verdict:
-    return Verdict(verdict="left out", error=why, **_said(rung))
-
-
-def _try(rung: Rung, executor: str, target: Target) -> Verdict:
+def _try(rung: Rung, executor: str, target: Target, why: str = "") -> Verdict:
+    """Run a rung; why: for what reason it is left out."""
     if rung.needs is not None and not getattr(target, rung.needs):
-        return _left_out(rung, f"{target.name} has no {rung.needs}")
+        why = f"{target.name} has no {rung.needs}"
     if rung.compiled and (executor != "neuron" or machine.probe().path != "torchneuron"):
-        return _left_out(rung, "only TorchNeuron has kernels in graphs of torch.compile")
-    said = _said(rung)
+        why = "only TorchNeuron has kernels in graphs of torch.compile"
+    if why:
+        return _verdict(rung, "left out", why)
     arrays = _operands(rung)
     wanted = rung.wanted(*(a.astype(np.float64) for a in arrays))
-    said["predicted_us"] = predicted_us(rung, target)
+    predicted = predicted_us(rung, target)
     try:
-        got, said["time_us"] = _run(rung, executor, target, arrays, len(wanted))
+        got, us = _run(rung, executor, target, arrays, len(wanted))
     except Exception as error:  # the vendor's tools may raise anything, and the next rung goes on
-        return Verdict(verdict="failed", error=f"{type(error).__name__}: {error}"[:400], **said)
+        text = f"{type(error).__name__}: {error}"[:400]
+        return _verdict(rung, "failed", text, None, predicted)
     largest = rung.wanted(*(np.abs(a.astype(np.float64)) for a in arrays))
     roundoff = float(ml_dtypes.finfo(numpy_dtype(rung.result or rung.operands[0][1])).eps)
     bounds = tuple((roundoff + rung.sums * FP32_ROUNDOFF) * most for most in largest)
-    fault = neuron.misfit(got, [y.shape for y in wanted])
     proof = compare(rung.name, tuple(got), wanted, bounds)
-    if fault is None and not proof.passed:
-        fault = f"differs by up to {proof.max_error:.3g}, bound {proof.largest_bound:.3g}"
-    return Verdict(verdict="wrong" if fault else "passed", error=fault or "", **said)
+    said = f"differs by up to {proof.max_error:.3g}, bound {proof.largest_bound:.3g}"
+    verdict = ("passed", "") if proof.passed else ("wrong", said)
+    return _verdict(rung, *verdict, us, predicted)
 
 
 def _operands(rung: Rung) -> list[Array]:

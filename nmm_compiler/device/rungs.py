@@ -43,12 +43,6 @@ def permuted_copy(x):
 
 
 @nki.jit
-def strided_copy(x):
-    """Return x transposed by a DMA that reads single elements."""
-    return in_hbm(in_sbuf(x.permute((1, 0))))
-
-
-@nki.jit
 def broadcast_copy(scale):
     """Return a number on every partition."""
     return in_hbm(in_sbuf(scale.reshape((1, 1)).broadcast(0, 128)))
@@ -72,21 +66,6 @@ def matmul(a, b):
             dst=sums, stationary=left[0:128, i, 0 : a.shape[1]], moving=right[0:128, i, 0:n],
             accumulate=i > 0,
         )  # fmt: skip
-    return stored(sums, nl.float32)
-
-
-@nki.jit
-def matmul_in_turns(a, b):
-    """Return the same for an even number of columns: both halves lie in a bank, summed in turn."""
-    left, right = in_sbuf(in_tiles(a)), in_sbuf(in_tiles(b))
-    m, n = a.shape[1], b.shape[1]
-    sums = nl.ndarray((m, n), dtype=nl.float32, buffer=nl.psum)
-    for i in range(right.shape[1]):
-        for first in range(0, n, n // 2):
-            nisa.nc_matmul(
-                dst=sums[0:m, first : first + n // 2], stationary=left[0:128, i, 0:m],
-                moving=right[0:128, i, first : first + n // 2], accumulate=i > 0,
-            )  # fmt: skip
     return stored(sums, nl.float32)
 
 
@@ -141,32 +120,6 @@ def dma_transpose_tiles(x):
 
 
 @nki.jit
-def epilogue(x, bias):
-    """Return silu(x + bias) * x."""
-    held, column = in_sbuf(x), in_sbuf(bias.reshape((1, 128)).permute((1, 0)))
-    gated = nl.ndarray(x.shape, dtype=nl.float32, buffer=nl.sbuf)
-    nisa.activation(dst=gated, op=nl.silu, data=held, bias=column)
-    product = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.sbuf)
-    nisa.tensor_tensor(dst=product, data1=gated, data2=held, op=nl.multiply)
-    return in_hbm(product)
-
-
-@nki.jit
-def saturate_fp8(x, scale):
-    """Return 4000 x * scale in the fp8 format of x, which frameworks name differently by target."""
-    held, column = in_sbuf(x), in_sbuf(scale.reshape((1, 1)).broadcast(0, 128))
-    scaled = nl.ndarray(x.shape, dtype=nl.float32, buffer=nl.sbuf)
-    nisa.activation(dst=scaled, op=nl.copy, data=held, scale=column)
-    large = nl.ndarray(x.shape, dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_scalar(dst=large, data=scaled, op0=nl.multiply, operand0=4000.0)
-    narrow = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.sbuf)
-    nisa.tensor_scalar(
-        dst=narrow, data=large, op0=nl.minimum, operand0=240.0, op1=nl.maximum, operand1=-240.0
-    )
-    return in_hbm(narrow)
-
-
-@nki.jit
 def two_results(x):
     """Return x and 2 x."""
     held = in_sbuf(x)
@@ -175,67 +128,37 @@ def two_results(x):
     return in_hbm(held), in_hbm(twice)
 
 
-def matmuls(a, b, passes):
-    """Return passes times the product of a, turned, and b: TensorE is busy all the time."""
-    left, right = in_sbuf(a), in_sbuf(b)
-    sums = nl.ndarray((a.shape[1], b.shape[1]), dtype=nl.float32, buffer=nl.psum)
-    for i in range(passes):
+@nki.jit
+def matmuls(a, b):
+    """Return the product of a, turned, and 512 columns of b, once for each 8 columns of b.
+
+    TensorE is busy all the time.
+    """
+    left, right = in_sbuf(a), in_sbuf(b[0:128, 0:512])
+    sums = nl.ndarray((a.shape[1], 512), dtype=nl.float32, buffer=nl.psum)
+    for i in range(b.shape[1] // 8):
         nisa.nc_matmul(dst=sums, stationary=left, moving=right, accumulate=i > 0)
     return stored(sums, nl.float32)
 
 
 @nki.jit
-def matmuls_few(a, b):
-    """Return 64 times the product."""
-    return matmuls(a, b, 64)
-
-
-@nki.jit
-def matmuls_many(a, b):
-    """Return 576 times the product."""
-    return matmuls(a, b, 576)
-
-
-def additions(x, passes):
-    """Return (1 + passes) x: VectorE is busy all the time."""
-    held = in_sbuf(x)
-    total = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.sbuf)
+def additions(x):
+    """Return a multiple of x: VectorE adds 2048 columns once for each 256 columns of x."""
+    held = in_sbuf(x[0:128, 0:2048])
+    total = nl.ndarray(held.shape, dtype=x.dtype, buffer=nl.sbuf)
     nisa.tensor_copy(dst=total, src=held, engine=nisa.engine.vector)
-    for _ in range(passes):
+    for _ in range(x.shape[1] // 256):
         nisa.tensor_tensor(dst=total, data1=total, data2=held, op=nl.add, engine=nisa.engine.vector)
-    return in_hbm(total[0 : x.shape[0], 0:8])
+    return in_hbm(total[0:128, 0:8])
 
 
 @nki.jit
-def additions_few(x):
-    """Return 9 x."""
-    return additions(x, 8)
-
-
-@nki.jit
-def additions_many(x):
-    """Return 73 x."""
-    return additions(x, 72)
-
-
-def activations(x, passes):
-    """Return x, copied on ScalarE, which is busy all the time."""
-    held = in_sbuf(x)
-    for _ in range(passes):
+def activations(x):
+    """Return x: ScalarE copies 2048 columns once for each 256 columns of x."""
+    held = in_sbuf(x[0:128, 0:2048])
+    for _ in range(x.shape[1] // 256):
         nisa.activation(dst=held, op=nl.copy, data=held)
-    return in_hbm(held[0 : x.shape[0], 0:8])
-
-
-@nki.jit
-def activations_few(x):
-    """Copy 8 times."""
-    return activations(x, 8)
-
-
-@nki.jit
-def activations_many(x):
-    """Copy 72 times."""
-    return activations(x, 72)
+    return in_hbm(held[0:128, 0:8])
 
 
 @nki.jit

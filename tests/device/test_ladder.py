@@ -44,10 +44,7 @@ def test_the_rungs_are_legal_nki():
         for version in VERSIONS:
             assert bool(lint_file(file, nki=version)) == (version < oldest)
     assert all(f"def {rung.kernel}(" in rung.file.read_text() for rung in ladder.RUNGS)
-    found = {rung.name: ladder._left_out(rung, "").nki for rung in ladder.RUNGS}
-    assert {name for name, nki in found.items() if nki == "0.6"} == {
-        rung.name for rung in ladder.LOOPED
-    }
+    assert all(oldest_version(rung.file.read_text()) == rung.nki for rung in ladder.RUNGS)
 
 
 @pytest.mark.parametrize("rung", [r for r in ladder.RUNGS if not r.compiled], ids=lambda r: r.name)
@@ -70,12 +67,6 @@ def test_a_rung_notices_one_wrong_element(monkeypatch, rung):
     assert "differs by up to" in verdict.error
 
 
-def test_the_fp8_rung_saturates_some_numbers_and_rounds_others():
-    (rung,) = (r for r in ladder.RUNGS if r.name == "fp8 result")
-    (wanted,) = rung.wanted(*(a.astype(np.float64) for a in ladder._operands(rung)))
-    assert 0.2 < (np.abs(wanted) == 240).mean() < 0.98
-
-
 def test_a_rung_that_raises_does_not_stop_the_others(monkeypatch, quick):
     def refuse(*args, **kwargs):
         if "transpos" in str(args[0]) and "tensor" not in str(args[0]):
@@ -89,7 +80,7 @@ def test_a_rung_that_raises_does_not_stop_the_others(monkeypatch, quick):
     assert len(failed) == 4
     assert all(v.error == "RuntimeError: the compiler says no" for v in failed)
     assert not found.passed
-    assert "17 of 21 rungs passed" in str(found)
+    assert "12 of 16 rungs passed" in str(found)
 
 
 def test_the_closest_executor_to_a_device_is_taken(monkeypatch):
@@ -127,7 +118,7 @@ class OwnNki:
     def __call__(self, *tensors):
         arrays = [t.float().numpy().astype(ladder.numpy_dtype(_nki_name(t))) for t in tensors]
         made = simulate(f"{self.kernel.path}:{self.kernel.name}", *arrays, mode="functional")
-        share = 0.0 if self.kernel.name == "strided_copy" else 1.0
+        share = 0.0 if self.kernel.name == "permuted_copy" else 1.0
         out = tuple(torch.from_numpy(share * y.astype(np.float32)) for y in made.outputs)
         return out if len(out) > 1 else out[0]
 
@@ -170,7 +161,7 @@ def test_a_device_climbs_through_the_launchers(tmp_path, nmm, quick, device):
     found = ladder.Ladder.from_json(written)
     assert (found.executor, found.target) == ("neuron", "trn2")
     verdicts = {v.rung: v.verdict for v in found.verdicts}
-    assert verdicts.pop("strided copy") == "wrong"
+    assert verdicts.pop("permuted copy") == "wrong"
     assert set(verdicts.values()) == {"passed"}, str(found)
     assert all(v.time_us > 0 for v in found.verdicts)
 
@@ -214,12 +205,12 @@ def test_a_device_that_runs_nothing_any_more_gives_no_verdicts(monkeypatch, quic
 def test_the_command_shows_the_verdicts(monkeypatch, tmp_path, nmm, quick):
     line = ("doctor", "--device")
     shown = nmm(*line, code=0).out
-    assert "21 of 21 rungs passed" in shown
+    assert "16 of 16 rungs passed" in shown
     assert "written" not in shown  # verdicts of a simulator are of no device
     out = tmp_path / "verdicts.json"
     told = json.loads(nmm(*line, "--json", "--out", out, code=0).out)
     assert len(told["verdicts"]) == len(ladder.RUNGS)
     assert json.loads(out.read_text()) == told
     nmm("doctor", "--out", out, code=2)
-    monkeypatch.setattr(ladder.neuron, "misfit", lambda *a: "broken")
+    monkeypatch.setattr(ladder, "FP32_ROUNDOFF", -1.0)
     nmm(*line, code=1)
