@@ -4,7 +4,8 @@
     parallelize_module(model, mesh, plan)
 
 Which linears are cut by columns (q, k, v, gate, up) and which by rows (o, down) is in transformers'
-own plan. Dense linears get PyTorch's styles. A low-rank linear y = (x u) v has two ways:
+own plan. Linears get PyTorch's styles, and so do the factors of a low-rank one. There are two ways
+to cut y = (x u) v:
 
     split    columns (x whole)                     rows (x cut by features)
     "row"    u whole, v cut by outputs             u cut by inputs, sum of x u (r wide), v whole
@@ -21,10 +22,9 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
-from nmm_compiler.errors import MissingPackageError, OptionTypeError, ShapeError, UnknownNameError
+from nmm_compiler.errors import OptionTypeError, ShapeError, UnknownNameError
 from nmm_compiler.lowrank_models.modules import LowRankLinear, lowrank_layers
 from nmm_compiler.lowrank_models.quantize import QuantizedLinear
 from nmm_compiler.options import FACTOR_SPLITS
@@ -47,15 +47,13 @@ def tensor_parallel_plan(
         split: how low-rank linears are cut, "row" or "rank".
 
     Returns:
-        A style for each linear, by name.
+        Styles by the names of linears, and of the factors that are cut.
 
     Raises:
         OptionTypeError: transformers has no plan for the model, or its weights are packed.
         UnknownNameError: for a split.
         ShapeError: heads, features or ranks do not divide by the devices.
     """
-    if not torch.distributed.is_available():
-        raise MissingPackageError("torch.distributed", "tensor parallelism", "hf")
     if split not in FACTOR_SPLITS:
         raise UnknownNameError("split", split, FACTOR_SPLITS)
     if mesh.ndim != 1:
@@ -71,9 +69,16 @@ def tensor_parallel_plan(
         raise OptionTypeError(
             "model", type(model).__name__, "a transformers model with a tensor-parallel plan"
         )
-    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
+    class Whole(ColwiseParallel):
+        """A factor that each device has whole."""
+
+        def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: Any) -> None:
+            pass  # what is not cut is given to every device
+
+    whole, features = Replicate(), Shard(-1)
     devices, config = mesh.size(), getattr(model, "config", None)
     for field in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, field, None)
@@ -97,12 +102,20 @@ def tensor_parallel_plan(
                     f"{name} has {what} {getattr(module, what)}, which does not divide by "
                     f"{devices} devices; {way}"
                 )
-        if low_rank:
-            plan[name] = low_rank_style(role, split)
+        of_x = features if rows else whole
+        of_y = features if role == "colwise" else whole
+        by_rows = RowwiseParallel(use_local_output=not low_rank)
+        by_columns = ColwiseParallel(output_layouts=of_y)
+        if not low_rank:
+            plan[name] = by_rows if rows else by_columns
+        elif split == "rank":
+            plan[f"{name}.down"] = ColwiseParallel(input_layouts=of_x, use_local_output=False)
+            plan[f"{name}.up"] = RowwiseParallel(output_layouts=of_y)
         elif rows:
-            plan[name] = RowwiseParallel()
+            plan |= {f"{name}.down": by_rows, f"{name}.up": Whole(output_layouts=whole)}
         else:
-            plan[name] = ColwiseParallel(output_layouts=Replicate() if role == "head" else None)
+            plan[f"{name}.down"] = Whole(output_layouts=whole, use_local_output=False)
+            plan[f"{name}.up"] = by_columns
     return plan
 
 
@@ -129,51 +142,3 @@ def linear_roles(model: nn.Module) -> dict[str, str]:
         if role in ("colwise", "rowwise", "head"):
             found[name] = role
     return found
-
-
-def low_rank_style(role: str, split: str) -> ParallelStyle:
-    """Return how a LowRankLinear is cut: see the table of this module."""
-    from torch.distributed.tensor import (
-        DTensor,
-        Replicate,
-        Shard,
-        distribute_module,
-        distribute_tensor,
-    )
-    from torch.distributed.tensor.parallel import ParallelStyle
-
-    whole, features = Replicate(), Shard(-1)
-    of_x = features if role == "rowwise" else whole
-    wanted_x = whole if split == "rank" else of_x
-    of_y = features if role == "colwise" else whole
-    cuts: dict[str, Any] = {"down.weight": Shard(0), "up.weight": Shard(1)}
-    if split == "row":
-        cuts = {"up.weight": Shard(0), "up.bias": Shard(0)}
-        if role == "rowwise":
-            cuts = {"down.weight": Shard(1)}
-
-    class LowRankParallel(ParallelStyle):
-        """One low-rank linear over a mesh; tensors outside of it are plain."""
-
-        def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
-            for name, parameter in list(module.named_parameters()):
-                owner, _, leaf = name.rpartition(".")
-                made = distribute_tensor(parameter, device_mesh, [cuts.get(name, whole)])
-                cut = nn.Parameter(made, parameter.requires_grad)
-                module.get_submodule(owner).register_parameter(leaf, cut)
-            if role == "rowwise" and split == "row":  # the sum is r wide here, and n wide later
-                module.get_submodule("down").register_forward_hook(
-                    lambda one, given, p: p.redistribute(placements=[whole])
-                )
-            return distribute_module(module, device_mesh, None, entered, left)
-
-    def entered(module: nn.Module, inputs: Any, mesh: Any) -> Any:
-        x = inputs[0]
-        if not isinstance(x, DTensor):
-            x = DTensor.from_local(x, mesh, [of_x], run_check=False)
-        return (x.redistribute(placements=[wanted_x]), *inputs[1:])
-
-    def left(module: nn.Module, y: Any, mesh: Any) -> Any:
-        return y.redistribute(placements=[of_y]).to_local()
-
-    return LowRankParallel()
