@@ -217,7 +217,7 @@ def uniform(ratio: float, moments: Callable[[SecondMoment], Moment]) -> Made:
         if (rank := ranks[site.name]) is not None:
             kept -= site.k * site.n - rank * (site.k + site.n)
             norm = Moments(moments(statistics().inputs[site.name]))
-            up, down = balance(factorize(site.weight, rank, norm), site.weight.dtype)
+            up, down, _ = balance(factorize(site.weight, rank, norm), site.weight.dtype)
             put(model, site.names, LowRankLinear.from_factors(down, up))
     return model, kept / whole
 

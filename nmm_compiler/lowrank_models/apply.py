@@ -26,16 +26,14 @@ from nmm_compiler.lowrank_models import ranks as allocation
 from nmm_compiler.lowrank_models.calibrate import Statistics, as_batches, collect
 from nmm_compiler.lowrank_models.config import CompressionConfig
 from nmm_compiler.lowrank_models.factorize import (
+    Factors,
     balance,
-    check_finite,
     factorize,
     measure,
-    one_thread,
-    scaled_coefficients,
     spectrum,
 )
 from nmm_compiler.lowrank_models.modules import LowRankLinear, put
-from nmm_compiler.lowrank_models.moments import Moments, SecondMoment, regularize
+from nmm_compiler.lowrank_models.moments import Moments, SecondMoment, is_finite, regularize
 from nmm_compiler.lowrank_models.predicted_time import JUDGE, Prices, kernel_prices
 from nmm_compiler.lowrank_models.progress import steps
 from nmm_compiler.lowrank_models.quantize import (
@@ -205,9 +203,12 @@ def _check_sites(sites: Sequence[Site], config: CompressionConfig) -> None:
         for form in (config.base, config.factors) if config.base is not None else ():
             if form is not None:
                 check_blocks(site.k, form, site.name)
-        if not site.weight.is_meta:
-            check_finite(site.weight, site.name)
-        elif config.allocation == "global":
+        if not site.weight.is_meta and not is_finite(site.weight):
+            raise ModelError(
+                f"the weight of {site.name} {list(site.weight.shape)} has NaN or infinite elements "
+                "and cannot be factorized; repair it, or name it in exclude="
+            )
+        if site.weight.is_meta and config.allocation == "global":
             raise OptionTypeError(
                 "base" if config.calibration is None else "calibration",
                 "given",
@@ -239,8 +240,7 @@ def _carry_out(
                 step(f"factorizing {layer.name}", len(done), len(plan))
                 site = by_name.pop(layer.name)
                 if layer.rank is not None:
-                    with one_thread(site.k * site.n):
-                        layer = _replace(model, site, layer, layer.rank, config, statistics)
+                    layer = _replace(model, site, layer, layer.rank, config, statistics)
                 done.append(layer)
         except KeyboardInterrupt as interrupt:
             interrupt.add_note(f"compress: {len(done)} of {len(plan)} layers are done")
@@ -258,30 +258,28 @@ def _replace(
 ) -> LayerReport:
     """Put factors, a base or both in the place of a linear; return its report with the errors."""
     weight, dtype = site.weight, config.dtype or site.weight.dtype
-    moments = moments_of(site, config.resolved_method, statistics).to(weight.device)
+    moments = moments_of(site, config.resolved_method, statistics)
     base, target = None, weight
     if config.base is not None:
         base = rounded_beside(weight, config.base, rank, moments, site.name)
         target = weight if weight.is_meta else residual(weight, base)
-    up, down = (weight.new_zeros(shape, dtype=dtype) for shape in ((site.n, rank), (rank, site.k)))
+    shapes = (site.n, rank), (rank, site.k)
+    factors = Factors(*(weight.new_zeros(shape, dtype=dtype) for shape in shapes))
     if rank and not weight.is_meta:
-        factors = factorize(target, rank, moments, site.name)
-        up, down = balance(factors, dtype)
+        factors = balance(factorize(target, rank, moments, site.name), dtype)
     wants = cast(torch.Tensor, site.module.weight).requires_grad
     bias = cast("nn.Parameter | None", site.module.bias)
-    made = make_layer(down.requires_grad_(wants), up.requires_grad_(wants), bias, base,
-                      config.factors)  # fmt: skip
+    up, down = (factor.requires_grad_(wants) for factor in factors[:2])
+    made = make_layer(down, up, bias, base, config.factors)
     put(model, site.names, made.train(site.module.training))
     stored = count_bytes(made) - (0 if bias is None else bias.nbytes)
     layer = dataclasses.replace(layer, bytes=stored, base=config.base or "")
     if weight.is_meta:
         return layer
     if isinstance(made, LowRankLinear):
-        up, down = made.up.weight, made.down.weight
-    inputs, inside = statistics.inputs_of(site), None
-    if rank and inputs is not None and inputs.carried:
-        inside = scaled_coefficients(factors, down)
-    errors = measure(weight, up.detach(), down.detach(), inputs, inside, target)
+        up, down = made.up.weight.detach(), made.down.weight.detach()
+        factors = Factors(up, down, factors.coefficients)
+    errors = measure(weight, target, factors, statistics.inputs_of(site))
     return dataclasses.replace(layer, weight_error=errors[0], output_error=errors[1])
 
 
@@ -311,13 +309,13 @@ def losses_of(
         for i, site in enumerate(sites):
             step(f"measuring {site.name}", i, len(sites))
             inputs = statistics.inputs_of(site)
-            moments = moments_of(site, method, statistics).to(site.weight.device)
+            moments = moments_of(site, method, statistics)
             tail = torch.zeros(min(site.n, site.k) + 1, dtype=torch.float64)
             if inputs is not None or not statistics.inputs:  # else no token reached this expert
                 lost = site.weight
                 if base is not None:
                     lost = residual(lost, QuantizedLinear.of(lost, base))
-                squares = spectrum(lost, moments, site.name)
+                squares = spectrum(lost, moments)
                 tail = torch.cat([squares.flip(0).cumsum(0).flip(0), squares.new_zeros(1)])
                 if moments.gradients is not None and inputs is not None:
                     tail *= 0.5 * inputs.tokens
@@ -331,7 +329,7 @@ def losses_of(
 def _squared_norm(site: Site, inputs: SecondMoment | None) -> float:
     """Return |W A^1/2|_F^2 of a weight, or |W|_F^2 without calibration."""
     wide = site.weight.double()
-    weighted = wide if inputs is None else wide @ inputs.mean.to(wide.device)
+    weighted = wide if inputs is None else wide @ inputs.mean
     return float((weighted * wide).sum())
 
 
@@ -387,7 +385,7 @@ def make_plan(
     notes |= {name: (why, False) for name, why in slow.items()}
     unused_note = "the model's output does not depend on it: kept dense"
     notes |= {site.name: (unused_note, False) for site in unused}
-    shares, slower = ({}, {}) if prices is None else (prices.shares(ranks), prices.slower(ranks))
+    shares = {} if prices is None else prices.shares(ranks)
     layers = []
     for site in (*sites, *unused):
         rank, (note, counted) = ranks.get(site.name), notes[site.name]
@@ -398,7 +396,7 @@ def make_plan(
         layers.append(
             LayerReport(
                 name=site.name, k=site.k, n=site.n, rank=rank, note=note, counted=counted,
-                bytes=site.weight.nbytes, dense_us=dense_us, us=us, slower=site.name in slower,
+                bytes=site.weight.nbytes, dense_us=dense_us, us=us,
             )
         )  # fmt: skip
     return layers, align

@@ -55,8 +55,7 @@ class Statistics:
 
         One of many experts may lack those of its inputs, and all but one layer their gradients.
         """
-        moments = (*self.inputs.values(), *(self.gradients.values() if gradients else ()))
-        if base is not None and any(moment.carried for moment in moments):
+        if base is not None and any(moment.carried for moment in self.moments()):
             raise ModelError(
                 f"the statistics are for factors of the weights, and compress has base={base!r}: "
                 f"pass calibrate(..., base={base!r})"
@@ -144,10 +143,11 @@ def collect(
                 f"{what} has NaN or infinite elements in calibration batch {i}; "
                 "check that batch, or run calibration in a wider dtype"
             )
+        results, size = matrix.shape
+        carried = results < size and not whole
         if name not in moments:
-            results, size = matrix.shape
-            moments[name] = SecondMoment(size, matrix if results < size and not whole else None)
-        moments[name].add(rows)
+            moments[name] = SecondMoment(size, results if carried else None, rows.device)
+        moments[name].add(rows, matrix if carried else None)
 
     def take(
         site: Site, module: nn.Module, arguments: Any, result: torch.Tensor
@@ -185,15 +185,14 @@ def collect(
                     ) from error
             # three matrices of the largest factorization in float64, and a Gram matrix
             work = max((3 * s.n * s.k + min(s.n, s.k) ** 2 for s in sites), default=0)
-            need = sum(moment.bytes() for moment in kept.moments()) + 8 * work
+            sums = sum(m.total.nbytes + m.squares.nbytes for m in kept.moments())
+            need = sums + 8 * work
             if free is not None and need > free:
                 raise CapacityError(
                     f"calibrating {len(sites)} layers at once needs {need / 2**30:.2f} GiB for "
                     f"moments and factors, beside the model; {free / 2**30:.2f} GiB can be had: "
                     'pass method="whitened" for about half of it, or include= some layers at a time'
                 )
-    for moment in kept.moments():
-        moment.finish()
     kept.tokens = max((moment.tokens for moment in kept.inputs.values()), default=0)
     kept.check(sites, gradients=False)
     return kept

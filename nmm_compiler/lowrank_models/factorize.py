@@ -10,10 +10,10 @@ K-FAC approximation, Martens and Grosse, 2015).
 
 The idea: with G = L L^T, M = L^T W A^1/2 and U the leading left singular vectors of M, the optimum
 is L^-T U U^T L^T W. So the eigenvectors of the small Gram matrix M M^T are enough, without an
-inverse of A^1/2. L is the Cholesky factor, and where G is singular or nearly so, its eigenvectors
-times the roots of its eigenvalues. Where n > k, W^T is factorized with A and G exchanged. All
-arithmetic is float64 until the factors are stored, but W is widened one block at a time. `measure`
-gives the errors of factors as stored.
+inverse of A^1/2. L is the Cholesky factor: moments are positive definite, as `regularize` makes
+them. Where n > k, W^T is factorized with A and G exchanged. All arithmetic is float64 until the
+factors are stored, but W is widened one block at a time. `measure` gives the errors of factors as
+stored.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -30,18 +31,14 @@ from nmm_compiler.lowrank_models.moments import (
     Moments,
     SecondMoment,
     blocks,
-    is_finite,
     product,
 )
 
-# The Cholesky factor is taken where its least pivot is at least this share of the largest: rounding
-# of float64 is then at most 1e-6 of the result.
-_SMALLEST_PIVOT = 1e-10
+_NONE = Moments()
 
 
-@dataclass(frozen=True)
-class Factors:
-    """up [n, r] and down [r, k] in float64; where n < k, the C [r, n] of down = C W."""
+class Factors(NamedTuple):
+    """up [n, r] and down [r, k]; where n < k, the C [r, n] of down = C W."""
 
     up: torch.Tensor
     down: torch.Tensor
@@ -52,15 +49,12 @@ class Factors:
 class _Problem:
     """min |S^1/2 (W - P R) A^1/2| for W [s, l] with s <= l: the given matrix, or its transpose.
 
-    factor: L of S = L L^T; None where S is the identity. roots: None where L is triangular; else L
-        is eigenvectors of S times these square roots of its eigenvalues, those below s * eps * the
-        largest set to zero.
+    factor: L of S = L L^T; None where S is the identity.
     """
 
     weight: torch.Tensor
     long: Moment | None
-    factor: torch.Tensor | None = None
-    roots: torch.Tensor | None = None
+    factor: torch.Tensor | None
 
     @classmethod
     def of(cls, weight: torch.Tensor, moments: Moments) -> _Problem:
@@ -68,17 +62,7 @@ class _Problem:
         short, long = moments.gradients, moments.inputs
         if weight.shape[0] > weight.shape[1]:
             weight, short, long = weight.T, long, short
-        if short is None:
-            return cls(weight, long)
-        matrix = short.dense()
-        lower, failed = torch.linalg.cholesky_ex(matrix)
-        pivots = lower.diagonal()
-        if not failed and pivots.min() ** 2 > _SMALLEST_PIVOT * pivots.max() ** 2:
-            return cls(weight, long, lower)
-        values, basis = eigh(matrix)
-        floor = values[-1].clamp_min(0) * values.numel() * torch.finfo(values.dtype).eps
-        roots = torch.where(values > floor, values, torch.zeros_like(values)).sqrt()
-        return cls(weight, long, basis * roots, roots)
+        return cls(weight, long, None if short is None else torch.linalg.cholesky(short.dense()))
 
     def gram(self) -> torch.Tensor:
         """Return M M^T [s, s] for M = factor^T W long^1/2, a block at a time."""
@@ -103,39 +87,30 @@ class _Problem:
         """Return P [s, r] and the C [r, s] of R = C W, for leading eigenvectors of the Gram."""
         if self.factor is None:
             return vectors, vectors.T
-        inner = vectors.T @ self.factor.T
-        if self.roots is None:
-            return torch.linalg.solve_triangular(self.factor.T, vectors, upper=True), inner
-        squares = self.roots.square()
-        inverse = torch.where(squares > 0, 1 / squares, torch.zeros_like(squares))
-        return self.factor @ (vectors * inverse[:, None]), inner
+        solved = torch.linalg.solve_triangular(self.factor.T, vectors, upper=True)
+        return solved, vectors.T @ self.factor.T
 
 
-def spectrum(
-    weight: torch.Tensor, moments: Moments | None = None, name: str = "the matrix"
-) -> torch.Tensor:
+def spectrum(weight: torch.Tensor, moments: Moments = _NONE) -> torch.Tensor:
     """Return the squared singular values of G^1/2 W A^1/2, descending, [min(n, k)] float64."""
-    check_finite(weight, name)
-    gram = _Problem.of(weight.detach(), moments or Moments()).gram()
+    gram = _Problem.of(weight.detach(), moments).gram()
     with one_thread():
         return torch.linalg.eigvalsh(gram).flip(0).clamp_min(0)
 
 
 def factorize(
-    weight: torch.Tensor, rank: int, moments: Moments | None = None, name: str = "the matrix"
+    weight: torch.Tensor, rank: int, moments: Moments = _NONE, name: str = "the matrix"
 ) -> Factors:
-    """Return the factors of W [n, k] at `rank` that are optimal in the moments' norm.
+    """Return the factors of W [n, k] in float64 that are optimal at `rank` in the moments' norm.
 
-    Raises ModelError unless 1 <= rank <= min(n, k), and ModelError for a weight that is not finite;
-    both call the matrix by `name`.
+    Raises ModelError, which calls the matrix by `name`, unless 1 <= rank <= min(n, k).
     """
     n, k = weight.shape
     if not 1 <= rank <= min(n, k):
         raise ModelError(f"rank {rank} for {name} [{n}, {k}]: pass 1 to {min(n, k)}")
-    check_finite(weight, name)
-    weight, moments = weight.detach(), moments or Moments()
-    problem = _Problem.of(weight, moments)
-    _, vectors = eigh(problem.gram())
+    problem = _Problem.of(weight.detach(), moments)
+    with one_thread():
+        _, vectors = torch.linalg.eigh(problem.gram().T)
     left, coefficients = problem.solve(vectors[:, -rank:].flip(1))
     del vectors
     right = product(coefficients, problem.weight)
@@ -143,10 +118,8 @@ def factorize(
     return Factors(up, down, coefficients if n < k else None)
 
 
-def balance(
-    factors: Factors, dtype: torch.dtype = torch.float64
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (up, down) scaled so that column i of up and row i of down have equal norms.
+def balance(factors: Factors, dtype: torch.dtype = torch.float64) -> Factors:
+    """Return factors whose column i of up and row i of down have equal norms.
 
     The product is the same. Equal norms keep both in range of float16, and make gradient steps on
     the two comparable. dtype: what both are rounded to.
@@ -156,49 +129,29 @@ def balance(
     ratio = torch.where(usable, down_norm / up_norm.clamp_min(1e-300), torch.ones_like(up_norm))
     scale = ratio.sqrt()
     up = (factors.up * scale).to(dtype).contiguous()
-    return up, (factors.down / scale[:, None]).to(dtype).contiguous()
-
-
-def check_finite(weight: torch.Tensor, name: str) -> None:
-    """Raise ModelError, naming the matrix, for a weight with NaN or infinite elements."""
-    if not is_finite(weight.detach()):
-        raise ModelError(
-            f"the weight of {name} {list(weight.shape)} has NaN or infinite elements and cannot be "
-            "factorized; repair it, or name it in exclude="
-        )
-
-
-def scaled_coefficients(factors: Factors, down: torch.Tensor) -> torch.Tensor:
-    """Return C [r, n] of down = C W, for the stored `down`, which is balanced and perhaps
-    rounded."""
-    assert factors.coefficients is not None
-    norms = factors.down.norm(dim=1)
-    scale = down.double().norm(dim=1) / norms.clamp_min(torch.finfo(norms.dtype).tiny)
-    return factors.coefficients * scale[:, None]
+    down = (factors.down / scale[:, None]).to(dtype).contiguous()
+    inside = factors.coefficients
+    return Factors(up, down, None if inside is None else inside / scale[:, None])
 
 
 def measure(
-    weight: torch.Tensor,
-    up: torch.Tensor,
-    down: torch.Tensor,
-    moment: SecondMoment | None,
-    coefficients: torch.Tensor | None,
-    target: torch.Tensor,
+    weight: torch.Tensor, target: torch.Tensor, factors: Factors, moment: SecondMoment | None
 ) -> tuple[float, float | None]:
     """Return (|T - up down| / |W|, the same in the norm of a moment A), of the factors as stored.
 
-    target: T, what a base leaves of W, or W itself. moment: of the inputs. coefficients:
-    C [r, n] where it is carried, down = C W + rounding. Then A is known as W A W^T, and the squared
-    error is that of (1 - up C) W A W^T (1 - up C)^T, plus what the rounding of `down` adds where it
-    is independent from column to column: sum over j of |up (down - C W)_j|^2 A_jj.
+    target: T, what a base leaves of W, or W itself. moment: of the inputs. Where it is carried, A
+    is known as W A W^T, down = C W + rounding, and the squared error is that of
+    (1 - up C) W A W^T (1 - up C)^T, plus what the rounding of `down` adds where it is independent
+    from column to column: sum over j of |up (down - C W)_j|^2 A_jj.
 
     Computed in float32 for weights of half precision (whose rounding is coarser), else float64;
     blocks of W and of A are widened one at a time.
     """
     wide = torch.float32 if weight.dtype.itemsize <= 2 else torch.float64
     sums = torch.zeros(4, dtype=torch.float64)
+    up, down, coefficients = factors
     wide_down = down.to(wide)
-    direct = None if moment is None or moment.carried else moment.total.to(weight.device)
+    direct = None if moment is None or moment.carried else moment.total
     for rows in blocks(*weight.shape):
         block = weight[rows].to(wide)
         missing = torch.addmm(target[rows].to(wide), up[rows].to(wide), wide_down, alpha=-1)
@@ -209,17 +162,17 @@ def measure(
             a = direct[:, columns].to(wide)
             sums[2] += _dot(missing @ a, missing[:, columns])
             sums[3] += _dot(block @ a, block[:, columns])
-    if moment is not None and coefficients is not None:
-        total, squares = moment.total.to(weight.device), moment.squares.to(weight.device)
+    if moment is not None and moment.carried:
+        assert coefficients is not None
         wide_up = up.double()
         left = (wide_up @ coefficients).neg_()
         left.diagonal().add_(1)
-        error = ((left @ total) * left).sum()
+        error = ((left @ moment.total) * left).sum()
         gram = wide_up.T @ wide_up
         for part in blocks(*weight.T.shape):
             rounding = down[:, part].double() - coefficients @ weight[:, part].double()
-            error += (((gram @ rounding) * rounding).sum(0) * squares[part]).sum()
-        sums[2:] = torch.stack([error, total.trace()]).cpu()
+            error += (((gram @ rounding) * rounding).sum(0) * moment.squares[part]).sum()
+        sums[2:] = torch.stack([error, moment.total.trace()]).cpu()
     plain, weighted = (
         (max(left, 0.0) / whole) ** 0.5 if whole > 0 else 0.0
         for left, whole in sums.reshape(2, 2).tolist()
@@ -235,29 +188,12 @@ def _dot(a: torch.Tensor, b: torch.Tensor) -> float:
 # LAPACK runs on one thread: eigendecompositions pass through thousands of short barriers, and with
 # more threads than free cores every barrier waits for the scheduler. Measured on 2 cores under
 # load, a 384 x 384 eigh took 7.8 s on two threads and 0.07 s on one. Products keep all threads.
-SMALL_ELEMENTS = 1 << 21
-
-
 @contextlib.contextmanager
-def one_thread(elements: int = 0) -> Iterator[None]:
-    """Set PyTorch's intra-op threads to one inside the block, and back after it.
-
-    elements: size of the matrix. Above SMALL_ELEMENTS nothing is set, since the products are then
-    faster on several threads.
-    """
-    if elements > SMALL_ELEMENTS:
-        yield
-        return
+def one_thread() -> Iterator[None]:
+    """Set PyTorch's intra-op threads to one inside the block, and back after it."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def eigh(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return eigenvalues, ascending, and eigenvectors of a symmetric matrix."""
-    with one_thread():
-        values, vectors = torch.linalg.eigh(matrix.T)
-    return values, vectors

@@ -1,8 +1,9 @@
 """Second moments of calibration data, and their regularization.
 
-`SecondMoment` is a running sum in float64, one per distinct input of a model. At widths of
-thousands it takes the most memory of a compression, so nothing here copies one: `regularize`
-returns a `Moment`, which is the sum with a factor and a multiple of the identity beside it.
+`SecondMoment` is a running sum in float64, one for the inputs of each layer and one for the
+gradients at its output. At widths of thousands it takes the most memory of a compression, so
+nothing here copies one: `regularize` returns a `Moment`, which is the sum with a factor and a
+multiple of the identity beside it.
 
 A matrix W [n, k] has a short side and a long one, and `factorize.py` reads the moment of the long
 side only through W: as W A W^T where n < k, as W^T G W where n > k. So only that product is summed,
@@ -11,8 +12,8 @@ multiple of the identity adds the same multiple of M M^T:
 
     M ((1 - s) A + t I) M^T = (1 - s) M A M^T + t M M^T,   t = (s + damping) trace(A) / size.
 
-trace(A) is summed exactly. The estimate of the shrinkage s needs |A|_F^2, which is estimated from a
-few products of A with random vectors.
+trace(A) is summed exactly. The shrinkage s is estimated from the vectors that are summed: v, or
+M v where they are carried.
 """
 
 from __future__ import annotations
@@ -25,8 +26,6 @@ import torch
 _WIDE_ELEMENTS = 1 << 20
 # Added to the diagonal of second moments, as a share of its mean.
 _DAMPING = 1e-6
-# Random vectors of the estimate of |A|_F^2: the first half spans A's largest directions.
-_PROBES = 32
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
@@ -40,86 +39,44 @@ def is_finite(tensor: torch.Tensor) -> bool:
 class SecondMoment:
     """Running sum of v v^T over vectors v of one size, in float64.
 
-    through: M [s, size]; where given, `total` is the sum of (M v)(M v)^T, [s, s], instead of that
-        of v v^T, [size, size].
-    fourth: sum of |v|^4, which the shrinkage estimate needs. squares: sums of v_j^2, [size].
-    tokens: how many v were added. carried: whether `total` is of the short side.
+    short: s, where `total` is the sum of (M v)(M v)^T, [s, s], of a matrix M [s, size] instead.
+    fourth: sum of |v|^4, or |M v|^4, which the shrinkage estimate needs. squares: sums of v_j^2,
+        [size]. tokens: how many v were added.
     """
 
     size: int
-    through: torch.Tensor | None = None
+    short: int | None = None
+    device: torch.device | None = None
     total: torch.Tensor = field(init=False)
     squares: torch.Tensor = field(init=False)
     fourth: float = 0.0
     tokens: int = 0
-    carried: bool = field(init=False)
-    _probes: torch.Tensor = field(init=False)
-    _products: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.carried = self.through is not None
-        rows = self.size if self.through is None else self.through.shape[0]
-        width = 0 if self.through is None else _PROBES
-        self.total = torch.zeros(rows, rows, dtype=torch.float64)
-        self.squares = torch.zeros(self.size, dtype=torch.float64)
-        self._products = torch.zeros(self.size, width, dtype=torch.float64)
-        signs = torch.randint(0, 2, (self.size, width), generator=torch.Generator().manual_seed(0))
-        self._probes = signs.mul_(2).sub_(1).double()
-
-    def add(self, rows: torch.Tensor) -> None:
-        """Add vectors, [tokens, size]."""
-        if self.total.device != rows.device:
-            for name in ("total", "squares", "_probes", "_products"):
-                setattr(self, name, getattr(self, name).to(rows.device))
-        for piece in rows.detach().split(max(64, _WIDE_ELEMENTS // self.size)):
-            wide = piece.to(torch.float64)
-            squares = wide.square()
-            self.squares += squares.sum(0)
-            self.fourth += float(squares.sum(1).square().sum())
-            if self.through is not None:
-                self._products.addmm_(wide.T, wide @ self._probes)
-                wide = product(wide, self.through.T)
-            self.total.addmm_(wide.T, wide)
-        self.tokens += rows.shape[0]
-
-    def finish(self) -> None:
-        """Release M, a weight of the model; no vector can be added to a carried moment after
-        this."""
-        self.through = None
+        rows = self.short or self.size
+        self.total = torch.zeros(rows, rows, dtype=torch.float64, device=self.device)
+        self.squares = torch.zeros(self.size, dtype=torch.float64, device=self.device)
 
     @property
-    def trace(self) -> float:
-        """The sum of |v|^2."""
-        return float(self.squares.sum())
+    def carried(self) -> bool:
+        """Whether `total` is of the short side."""
+        return self.short is not None
+
+    def add(self, rows: torch.Tensor, through: torch.Tensor | None = None) -> None:
+        """Add vectors, [tokens, size]. through: M, where the moment is carried."""
+        for piece in rows.detach().split(max(64, _WIDE_ELEMENTS // self.size)):
+            wide = piece.to(torch.float64)
+            self.squares += wide.square().sum(0)
+            if through is not None:
+                wide = product(wide, through.T)
+            self.fourth += float(wide.square().sum(1).square().sum())
+            self.total.addmm_(wide.T, wide)
+        self.tokens += rows.shape[0]
 
     @property
     def mean(self) -> torch.Tensor:
         """`total` over the tokens: a new tensor."""
         return self.total / max(self.tokens, 1)
-
-    def squared_norm(self) -> float:
-        """Return |sum of v v^T|_F^2; an unbiased estimate where only the short side is kept.
-
-        With S the sum, Z random signs and Y = S Z: the half of Y gives the Nystroem approximation N
-        of S, whose norm is known; the other half gives Hutchinson's estimate of what is left,
-        |S|^2 = |N|^2 + 2 <N, S - N> + |S - N|^2, which is small where N is close.
-        """
-        if not self.carried:
-            return float(torch.linalg.vector_norm(self.total)) ** 2
-        half = _PROBES // 2
-        y, z = self._products[:, :half], self._probes[:, :half]
-        core = torch.linalg.pinv(z.T @ y, rtol=1e-10, hermitian=True)
-        rest, probes = self._products[:, half:], self._probes[:, half:]
-        near = y @ (core @ (y.T @ probes))  # N Z
-        left = rest - near
-        inner = core @ (y.T @ y)
-        known = float((inner * inner.T).sum())
-        return known + float(2 * (near * left).sum() + left.square().sum()) / half
-
-    def bytes(self) -> int:
-        """Return the bytes that the sums take."""
-        sums = (self.total, self.squares, self._probes, self._products)
-        return sum(t.numel() * t.element_size() for t in sums)
 
 
 def product(
@@ -162,10 +119,6 @@ class Moment:
         matrix.diagonal().add_(self.shift)
         return matrix
 
-    def to(self, device: torch.device | str) -> Moment:
-        """Return the same moment on a device."""
-        return Moment(self.total.to(device), self.scale, self.shift, self.carried)
-
 
 @dataclass(frozen=True)
 class Moments:
@@ -177,10 +130,6 @@ class Moments:
     inputs: Moment | None = None
     gradients: Moment | None = None
 
-    def to(self, device: torch.device | str) -> Moments:
-        """Return the same moments on a device."""
-        return Moments(*(m if m is None else m.to(device) for m in (self.inputs, self.gradients)))
-
 
 def shrinkage_of(moment: SecondMoment) -> float:
     """Return how far to pull a second moment to a multiple of the identity, 0 to 1.
@@ -189,12 +138,12 @@ def shrinkage_of(moment: SecondMoment) -> float:
     matrices": the estimated squared error of the moment over its squared distance to the target.
     One vector says nothing about the moment's error: 1.
     """
-    count, size = moment.tokens, moment.size
+    count = moment.tokens
     if count <= 1:
         return 1.0
-    squared = moment.squared_norm() / count**2
+    squared = float(torch.linalg.vector_norm(moment.mean)) ** 2
     error = max(0.0, (moment.fourth / count - squared) / (count - 1))
-    distance = squared - (moment.trace / count) ** 2 / size
+    distance = squared - (float(moment.total.trace()) / count) ** 2 / len(moment.total)
     return min(1.0, error / distance) if distance > 0 else 1.0
 
 
@@ -206,7 +155,7 @@ def regularize(
     A moment of zeros (of a layer whose inputs are all zero) gives the identity.
     """
     count = max(moment.tokens, 1)
-    scale = moment.trace / count / moment.size
+    scale = float(moment.squares.sum()) / count / moment.size
     if scale <= 0:
         return Moment(moment.total, 1.0, 1.0, moment.carried)
     share = shrinkage_of(moment) if shrinkage is None else shrinkage

@@ -10,10 +10,14 @@ from typing import Any
 
 from nmm_compiler.prices.ways import ERRORS
 from nmm_compiler.records import Record
-from nmm_compiler.report.headline import headline, told_apart
+from nmm_compiler.report.headline import headline, not_told
 from nmm_compiler.report.parts import Grid, Line, Part
 from nmm_compiler.report.shown import Shown
 
+_COLUMNS = (
+    "weight, output: relative error of the weight, and of the output over calibration; "
+    "us: predicted share of the layer's call, dense and now"
+)
 REMEDY = "a larger ratio, larger layers alone (include=), or more tokens a call would help"
 
 
@@ -24,9 +28,6 @@ class Skipped(Record):
     name: str
     shape: tuple[int, ...]
     reason: str
-
-    def __str__(self) -> str:
-        return f"{self.name} {list(self.shape)}: {self.reason}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,6 @@ class LayerReport(Record):
     counted: whether the ratio is over this matrix, too; not where it had to stay dense.
     dense_us, us: its share of its call's predicted time, before and after, in the mix of workloads;
         a call of several layers is shared out by their parameters.
-    slower: whether its call would be faster with it dense.
     """
 
     name: str
@@ -82,7 +82,6 @@ class LayerReport(Record):
     note: str = ""
     dense_us: float | None = None
     us: float | None = None
-    slower: bool = False
 
     @property
     def dense_parameters(self) -> int:
@@ -96,6 +95,11 @@ class LayerReport(Record):
         if self.base:
             return self.bytes // 2
         return self.k * self.n if self.rank is None else self.rank * (self.k + self.n)
+
+    @property
+    def slower(self) -> bool:
+        """Whether its call would be faster with it dense."""
+        return bool(self.rank) and (self.us or 0.0) > (self.dense_us or 0.0)
 
     @property
     def ratio(self) -> float:
@@ -242,30 +246,23 @@ class CompressionReport(Shown, Record):
             Line(self.summary(), "headline"),
             *self._predicted(),
             Grid.of([head[i] for i in kept], told, right=head[1:-1]),
-            Line("weight, output: relative error of the weight, and of the output over calibration",
-                 "note"),
-            *([Line("us: predicted share of the layer's call, dense and now, in the mix of passes",
-                    "note")] if self.workload else []),
-        ]  # fmt: skip
+            Line(_COLUMNS, "note"),
+        ]
 
     def _predicted(self) -> list[Part]:
         """Return what the calls of the layers take, and which layers are slower than dense."""
-        if not self.source:
-            return [Line(self.priced, "warning")] if self.priced else []
-        made: list[Part] = [Line(self.headline(), "headline")]
-        if self.workload:
-            how = f"{self.source}, error {100 * ERRORS[self.source]:.0f} %"
-            error = ERRORS[self.source]
-            times = "; ".join(
-                f"{one}{'' if told_apart(one.gain, error) else ', not told apart'}"
-                for one in self.workload
-            ) + (f"; {self.priced}" if self.priced else "")
-            where = f"on one physical core of {self.target}"
-            made.append(Line(f"the layers' calls, predicted ({how}) {where}: {times}"))
+        made: list[Part] = []
+        if self.source:
+            made.append(Line(self.headline(), "headline"))
+        for one in self.workload:
+            near = not_told(one.gain, ERRORS[self.source], "dense")
+            where = f"on one physical core of {self.target}, {self.source}"
+            made.append(Line(f"the layers' calls {where}: {near}{one}"))
+        if self.priced:
+            made.append(Line(self.priced, "warning"))
         if self.slower:
-            names = ", ".join(layer.name for layer in self.slower[:6])
-            more = f" and {len(self.slower) - 6} more" if len(self.slower) > 6 else ""
-            made.append(Line(f"made slower than dense, as asked: {names}{more}", "warning"))
+            names = ", ".join(layer.name for layer in self.slower)
+            made.append(Line(f"made slower than dense, as asked: {names}", "warning"))
         return made
 
 

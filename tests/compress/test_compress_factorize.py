@@ -71,33 +71,16 @@ def test_error_is_what_theory_says(n, k, share, seed, sides):
     assert float(squares.sum()) == pytest.approx(norm, rel=10 * EPS * (n + k), abs=tolerance)
 
 
-@pytest.mark.parametrize(("n", "k"), [(10, 16), (16, 10)])
-def test_singular_moments_and_rank_deficient_weights(n, k):
+def test_rank_deficient_and_zero_weights():
     generator = torch.Generator().manual_seed(3)
-    x = torch.randn(3, k, generator=generator, dtype=torch.float64)
-    a = x.T @ x  # rank 3: a Cholesky factorization of it fails
-    weight = torch.randn(n, k, generator=generator, dtype=torch.float64)
-    factors = factorize(weight, 3, weighing(a))
-    assert torch.isfinite(factors.up).all()
-    assert torch.isfinite(factors.down).all()
-    # Three directions of data need no more than rank 3: outputs on the data are exact.
-    exact = x @ weight.T
-    bound = EPS * k * exact.norm() * 1e3
-    assert (x @ (factors.up @ factors.down).T - exact).norm() <= bound
-
-    deficient = weight[:, :2] @ torch.randn(2, k, generator=generator, dtype=torch.float64)
-    factors = factorize(deficient, 4)
-    left = (deficient - factors.up @ factors.down).norm()
-    assert left <= EPS * (n + k) * deficient.norm()
-
-
-def test_zero_weight_and_zero_moment():
+    for n, k in ((10, 16), (16, 10)):
+        left, right = (torch.randn(s, generator=generator).double() for s in ((n, 2), (2, k)))
+        factors = factorize(left @ right, 4)
+        lost = (left @ right - factors.up @ factors.down).norm()
+        assert lost <= EPS * (n + k) * (left @ right).norm()
     factors = factorize(torch.zeros(5, 7), 2, weighing(torch.eye(7, dtype=torch.float64)))
-    up, down = balance(factors)
+    up, down, _ = balance(factors)
     assert torch.equal(up @ down, torch.zeros(5, 7, dtype=torch.float64))
-    nothing = torch.zeros(5, 5, dtype=torch.float64)  # gradients that are all zero, unregularized
-    factors = factorize(torch.randn(5, 7), 2, weighing(None, nothing))
-    assert torch.equal(factors.up @ factors.down, torch.zeros(5, 7, dtype=torch.float64))
 
 
 def test_a_moment_is_a_multiple_plus_identity_without_a_copy():
@@ -113,21 +96,17 @@ def test_a_moment_is_a_multiple_plus_identity_without_a_copy():
 
 def test_balanced_factors_have_equal_norms_and_the_same_product():
     factors = factorize(torch.randn(12, 30, dtype=torch.float64), 6)
-    up, down = balance(factors)
+    up, down, _ = balance(factors)
     assert torch.allclose(up.norm(dim=0), down.norm(dim=1), rtol=EPS * 100, atol=0)
     product = factors.up @ factors.down
     assert (up @ down - product).norm() <= EPS * 100 * product.norm()
 
 
-def test_bad_rank_and_bad_weight_are_named():
+def test_a_bad_rank_is_named():
     with pytest.raises(ModelError, match=r"rank 9 for mlp\.up \[8, 16\]: pass 1 to 8"):
         factorize(torch.randn(8, 16), 9, name="mlp.up")
     with pytest.raises(ModelError):
         factorize(torch.randn(8, 16), 0)
-    weight = torch.randn(8, 16)
-    weight[3, 5] = math.nan
-    with pytest.raises(ModelError, match=r"mlp\.up.*NaN"):
-        factorize(weight, 2, name="mlp.up")
 
 
 # Moments of the short side alone give what the moments of both sides give.
@@ -144,16 +123,16 @@ def vectors(count, size, seed, decay=1.0):
 
 
 def collected(rows, through=None):
-    made = SecondMoment(rows.shape[1], through)
+    made = SecondMoment(rows.shape[1], None if through is None else len(through))
     for piece in rows.split(37):
-        made.add(piece)
+        made.add(piece, through)
     return made
 
 
 @settings(deadline=None, max_examples=25)
 @given(
     n=st.integers(2, 24), k=st.integers(2, 24), count=st.integers(1, 90),
-    damping=st.sampled_from([0.0, 1e-6, 0.1]), shrinkage=st.sampled_from([0.0, 0.3, 1.0]),
+    damping=st.sampled_from([1e-6, 0.1]), shrinkage=st.sampled_from([0.0, 0.3, 1.0]),
     seed=st.integers(0, 99),
 )  # fmt: skip
 def test_factors_are_those_of_the_moments_of_both_sides(n, k, count, damping, shrinkage, seed):
@@ -168,7 +147,7 @@ def test_factors_are_those_of_the_moments_of_both_sides(n, k, count, damping, sh
     assert (a - b).abs().max() <= CLOSE * a.max()
     rank = max(1, min(n, k) // 2)
     gap = a[rank - 1] - a[rank] if rank < len(a) else a[rank - 1]
-    if gap > 1e-3 * a[0] and shrinkage + damping > 0:  # else the factors are not unique
+    if gap > 1e-3 * a[0]:  # else the factors are not unique
         p, q = (factorize(weight, rank, m) for m in (whole, short))
         left, right = p.up @ p.down, q.up @ q.down
         # Eigenvectors turn by the error of the Gram matrix over the gap, and G^-1/2 lengthens them.
@@ -183,28 +162,6 @@ def test_only_the_short_sides_are_kept():
         for name in "012"
     }
     assert shapes == {"0": [8, 8], "1": [8, 8], "2": [96, 96]}
-    assert statistics.inputs["0"].bytes() == 8 * (8 * 8 + 96 * (1 + 2 * 32))
-    # What the sums went through is let go of, or dense weights would outlive their layers.
-    assert all(
-        m.through is None for m in (*statistics.inputs.values(), *statistics.gradients.values())
-    )
-
-
-@pytest.mark.parametrize("decay", [0.0, 1.0, 4.0])
-def test_the_norm_of_the_long_moment_is_estimated(decay):
-    """Steep: nearly all of it lies in the span of 16 probes. Flat: Hutchinson's error remains.
-
-    Its variance over p = 16 probes is at most 2 |A^2|_F^2 / p.
-    """
-    rows = vectors(4000, 256, 3, decay)
-    exact = collected(rows).squared_norm()
-    fourths = torch.linalg.eigvalsh(collected(rows).total).pow(4).sum()
-    estimate = collected(rows, torch.zeros(4, 256, dtype=torch.float64)).squared_norm()
-    hutchinson = 4 * float(2 * fourths / 16) ** 0.5 / exact
-    assert abs(estimate / exact - 1) <= (0.1 * hutchinson if decay == 4 else hutchinson)
-    one = torch.zeros(300, 256, dtype=torch.float64)
-    one[:, 7] = 1.0  # one massive activation: exact
-    assert collected(one, rows[:4]).squared_norm() == pytest.approx(300.0**2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
