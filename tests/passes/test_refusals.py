@@ -83,33 +83,6 @@ def test_a_weight_that_is_no_plain_tensor_is_no_plain_matrix(odd):
     assert not trace_and_run(model, torch.randn(6, 32)).matches
 
 
-def test_a_product_that_writes_into_memory_of_others_is_not_fused():
-    def last(p, x):
-        z = torch.zeros_like(x)
-        return torch.mm(F.linear(x, p.a), p.b.t(), out=z) + z
-
-    def first(p, x):
-        z = torch.zeros_like(x[:, :4])
-        return F.linear(torch.mm(x, p.a.t(), out=z), p.b) + z.sum()
-
-    for function in (last, first):
-        model, x = Model(function, a=(4, 32), b=(32, 4)).requires_grad_(False), torch.randn(6, 32)
-        result = trace_and_run(model, x)
-        assert torch.equal(result.graph_module(x), model(x))
-        assert not result.matches
-
-
-def test_a_base_that_is_subtracted_keeps_its_sign():
-    def scaled(p, x):
-        return chain(p, x) - F.linear(x, p.w)
-
-    model = Model(scaled, a=(4, 32), b=(32, 4), w=(32, 32)).requires_grad_(False)
-    x = torch.randn(6, 32)
-    result = trace_and_run(model, x)
-    torch.testing.assert_close(result.graph_module(x), model(x), rtol=0, atol=2.0**-24 * 256)
-    assert "lora" not in kinds_of(result)
-
-
 # -- effects: memory of which nothing is known may be any --------------------------------------
 
 
@@ -139,16 +112,6 @@ def test_a_write_to_unknown_memory_between_the_products_is_refused(written_first
     result = run(module, (torch.randn(6, 32), object()))
     assert codes_of(result) == codes
     assert len(result.matches) == (not codes)
-
-
-def test_a_write_to_a_list_of_tensors_is_one_to_each():
-    def f(p, x):
-        h = F.linear(x, p.a)
-        torch._foreach_mul_([h], 2.0)
-        return F.linear(h, p.b)
-
-    result = trace_and_run(Model(f, a=(4, 32), b=(32, 4)), torch.randn(6, 32))
-    assert codes_of(result) == ["mutation"]
 
 
 # -- devices ------------------------------------------------------------------------------------

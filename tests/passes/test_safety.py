@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from models import Backend, Pair, kinds_of, trace_and_run
 from torch import fx, nn
 from torch._higher_order_ops.wrap import wrap
+from torch.utils import _pytree as pytree
 
 from nmm_compiler.options import Options
 from nmm_compiler.passes.graph.effects import graph_writes, written_arguments
@@ -79,9 +80,37 @@ def sum_into_the_input(p, x):
     return x * 2
 
 
+def written_between_equal_products(p, x):
+    one = lin(p, x)
+    x.mul_(2.0)
+    return one, lin(p, x)
+
+
+def list_written(p, x):
+    h = F.linear(x, p.a)
+    torch._foreach_mul_([h], 2.0)
+    return F.linear(h, p.b)
+
+
+def product_into_an_output(p, x):
+    z = torch.zeros_like(x)
+    return torch.mm(F.linear(x, p.a), p.b.t(), out=z) + z
+
+
+def product_into_a_middle(p, x):
+    z = torch.zeros_like(x[:, :4])
+    return F.linear(torch.mm(x, p.a.t(), out=z), p.b) + z.sum()
+
+
+def base_subtracted(p, x):
+    return lin(p, x) - F.linear(x, p.w)
+
+
 FUNCTIONS = {
     copied_then_written: None, written_copy: ["lowrank"], copy_outlives_a_write: ["lowrank"],
     written_through_out: [], sum_into_the_input: None, weight_written_between: [],
+    written_between_equal_products: ["lowrank", "lowrank"], list_written: [],
+    product_into_an_output: [], product_into_a_middle: [], base_subtracted: ["lowrank"],
 }  # fmt: skip
 
 
@@ -265,53 +294,45 @@ def unknown(x, y):
     return x + y
 
 
-def node_of(make):
-    """Return the node that `make(graph, x, y, z)` adds, and its module."""
-    graph = fx.Graph()
-    node = make(graph, *(graph.placeholder(name) for name in "xyz"))
-    graph.output(None)
-    return node, fx.GraphModule(Root(), graph)
-
-
+IN_PLACE = ("iadd", "ifloordiv", "imod", "ixor", "ilshift", "irshift", "iand", "ipow")
+# Of each node: what it calls, its arguments of x, y and z, its keywords, and what it writes.
 WRITES = {
-    "method": (lambda g, x, y, z: g.call_method("mul_", (x, y)), "x"),
-    "operator": (lambda g, x, y, z: g.call_function(operator.iadd, (x, y)), "x"),
-    **{
-        name: (lambda g, x, y, z, name=name: g.call_function(getattr(operator, name), (x, y)), "x")
-        for name in ("ifloordiv", "imod", "ixor", "ilshift", "irshift", "iand", "ipow")
-    },
-    "inplace flag": (lambda g, x, y, z: g.call_function(F.relu, (x,), {"inplace": True}), "x"),
-    "out": (lambda g, x, y, z: g.call_function(torch.mul, (x, y), {"out": z}), "z"),
-    "several outs": (lambda g, x, y, z: g.call_function(torch.sort, (x,), {"out": (y, z)}), "yz"),
-    "batch_norm": (lambda g, x, y, z: g.call_function(F.batch_norm, (x, y, z)), ""),
-    "batch_norm in training": (
-        lambda g, x, y, z: g.call_function(F.batch_norm, (x, y, z), {"training": True}),
-        "yz",
-    ),
-    "instance_norm": (lambda g, x, y, z: g.call_function(F.instance_norm, (x, y, z)), "yz"),
+    "method": ("call_method", "mul_", "xy", {}, "x"),
+    **{name: ("call_function", getattr(operator, name), "xy", {}, "x") for name in IN_PLACE},
+    "inplace flag": ("call_function", F.relu, "x", {"inplace": True}, "x"),
+    "out": ("call_function", torch.mul, "xy", {"out": "z"}, "z"),
+    "several outs": ("call_function", torch.sort, "x", {"out": ("y", "z")}, "yz"),
+    "batch_norm": ("call_function", F.batch_norm, "xyz", {}, ""),
+    "batch_norm in training": ("call_function", F.batch_norm, "xyz", {"training": True}, "yz"),
+    "instance_norm": ("call_function", F.instance_norm, "xyz", {}, "yz"),
     "instance_norm in eval": (
-        lambda g, x, y, z: g.call_function(F.instance_norm, (x, y, z, None, None, False)),
-        "",
-    ),
-    "aten in place": (lambda g, x, y, z: g.call_function(aten.add_.Tensor, (x, y)), "x"),
-    "aten out": (lambda g, x, y, z: g.call_function(aten.add.out, (x, y), {"out": z}), "z"),
-    "aten": (lambda g, x, y, z: g.call_function(aten.add.Tensor, (x, y)), ""),
-    "unknown function": (lambda g, x, y, z: g.call_function(unknown, (x, y)), "xy"),
-    "module": (lambda g, x, y, z: g.call_module("relu", (x,)), ""),
-    "module in place": (lambda g, x, y, z: g.call_module("relu_", (x,)), "x"),
-    "unknown module": (lambda g, x, y, z: g.call_module("own", (x,)), "x"),
-    "graph": (lambda g, x, y, z: g.call_module("quiet", (x,)), ""),
-    "graph that writes": (lambda g, x, y, z: g.call_module("writing", (x,)), "x"),
-    "body": (lambda g, x, y, z: g.call_function(wrap, (g.get_attr("quiet"), x)), ""),
-    "body that writes": (lambda g, x, y, z: g.call_function(wrap, (g.get_attr("writing"), x)), "x"),
-}
+        "call_function", F.instance_norm, (*"xyz", None, None, False), {}, ""),
+    "aten in place": ("call_function", aten.add_.Tensor, "xy", {}, "x"),
+    "aten out": ("call_function", aten.add.out, "xy", {"out": "z"}, "z"),
+    "aten": ("call_function", aten.add.Tensor, "xy", {}, ""),
+    "unknown function": ("call_function", unknown, "xy", {}, "xy"),
+    "module": ("call_module", "relu", "x", {}, ""),
+    "module in place": ("call_module", "relu_", "x", {}, "x"),
+    "unknown module": ("call_module", "own", "x", {}, "x"),
+    "graph": ("call_module", "quiet", "x", {}, ""),
+    "graph that writes": ("call_module", "writing", "x", {}, "x"),
+    "body": ("call_function", wrap, ("quiet", "x"), {}, ""),
+    "body that writes": ("call_function", wrap, ("writing", "x"), {}, "x"),
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr")
 @pytest.mark.parametrize("name", WRITES)
 def test_what_a_node_writes(name):
-    make, wanted = WRITES[name]
-    node, module = node_of(make)
+    kind, target, args, keywords, wanted = WRITES[name]
+    graph = fx.Graph()
+    nodes = {name: graph.placeholder(name) for name in "xyz"}
+    if target is wrap:
+        nodes[args[0]] = graph.get_attr(args[0])
+    given, named = pytree.tree_map(lambda key: nodes.get(key, key), (tuple(args), keywords))
+    node = graph.create_node(kind, target, given, named)
+    graph.output(None)
+    module = fx.GraphModule(Root(), graph)
     written = [n.name for n in written_arguments(node, module) if n.op == "placeholder"]
     assert written == list(wanted)
     assert graph_writes(module) == bool(wanted)
