@@ -12,8 +12,7 @@ from models import kinds_of, trace_and_run
 
 from nmm_compiler import backend
 from nmm_compiler.kernels.linear.specs import LowRankSpec
-from nmm_compiler.passes.pipeline import explain
-from nmm_compiler.prices.kernel import LAUNCH_GAP_US, PRICES, simulated_us
+from nmm_compiler.prices.kernel import LAUNCH_GAP_US, PRICES
 from nmm_compiler.prices.ways import ways
 
 Pair = functools.partial(models.Pair, bias=False)
@@ -39,7 +38,6 @@ def test_every_match_has_the_figures_of_the_one_function():
     assert found == want.to_dict()
     assert (found["tokens"], found["target"], found["source"]) == (96, "trn2", "closed_form")
     assert f"{want.fused:,.1f}" in str(result)
-    assert "(closed_form, error 35 %)" in str(result)
     assert json.loads(result.to_json())["matches"][0]["predicted"] == found
 
 
@@ -107,14 +105,6 @@ def test_one_call_has_one_price_in_a_compile_report(r):
     gain = (times.dense + LAUNCH_GAP_US) / (times.fused + LAUNCH_GAP_US)
     assert f"{gain:.2f}x for this graph (96 tokens a call, simulated)" in report.headline()
     assert len(set(re.findall(r"([\d.]+) us", str(report)))) == 0  # the table alone has the price
-
-
-def test_the_simulated_price_is_asked_for_by_an_option():
-    model, x = Pair(64, 8, 64), torch.randn(4, 64)
-    found = explain(model, x, options={"rules": ["+simulated"]}).matches[0].info["predicted"]
-    want = simulated_us(LowRankSpec(m=4, k=64, r=8, n=64, dtype="float32"), "trn2")
-    assert found["fused"] == want
-    assert found["source"] == "simulated"
 
 
 def test_a_lora_is_not_compared_with_its_merged_weight():

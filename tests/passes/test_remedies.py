@@ -19,8 +19,8 @@ X = torch.randn(2, 6, 64)
 
 
 SHAPES = {
-    "a": (8, 64), "b": (48, 8), "c": (6, 64), "d": (48, 6), "w": (48, 64), "narrow": (48, 4),
-    "s": (8,), "bias": (8,), "wide": (48,), "odd": (4, 8, 8), "large": (40, 64),
+    "a": (8, 64), "b": (48, 8), "c": (6, 64), "d": (48, 6), "w": (48, 64),
+    "s": (8,), "bias": (8,), "odd": (4, 8, 8), "large": (40, 64),
     "small": (64, 40), "experts": (4, 64, 8), "backs": (4, 8, 48),
     "low": torch.randn(48, 8).bfloat16(),
 }  # fmt: skip
@@ -98,10 +98,8 @@ APPLIED = {
          lambda p, x: F.silu(chain(p, x)) * chain2(p, x))],
     "order": [
         (lambda p, x: L(x, p.b @ p.a), chain),
-        (lambda p, x: L(x, p.b @ p.a, p.wide), lambda p, x: chain(p, x) + p.wide),
         (lambda p, x: L(x, p.w + p.b @ p.a), adapted)],
     "weight": [
-        (lambda p, x: L(x, torch.linalg.qr(p.a.t())[0].t()) @ p.b.t(), chain),
         (lambda p, x: L(L(x, p.a), p.b * x.mean()), lambda p, x: L(L(x, p.a), p.b) * x.mean()),
         (lambda p, x: L(L(x, p.a), p.odd.transpose(0, 1).reshape(32, 8)),
          lambda p, x: L(L(x, p.a), p.odd.view(32, 8))),
@@ -114,19 +112,10 @@ APPLIED = {
     "between": [
         (lambda p, x: L(L(x, p.a) + 1, p.b), lambda p, x: L(L(x, p.a) + p.bias, p.b)),
         (lambda p, x: L(L(x, p.a)[:, -1], p.b), lambda p, x: L(L(x[:, -1], p.a), p.b)),
-        (lambda p, x: L(F.pad(L(x, p.a), (0, 0, 1, 0)), p.b),
-         lambda p, x: F.pad(chain(p, x), (0, 0, 1, 0))),
-        (lambda p, x: [L(h, p.narrow) for h in L(x, p.a).chunk(2, -1)][1],
-         lambda p, x: L(L(x, p.a[4:]), p.narrow)),
-        (lambda p, x: L(torch.cat([L(x, p.a), L(x, p.a)], 1), p.b),
-         lambda p, x: chain(p, torch.cat([x, x], 1))),
-        (lambda p, x: L(F.pad(L(x, p.c), (0, 2)), p.b),
-         lambda p, x: L(L(x, F.pad(p.c, (0, 0, 0, 2))), p.b)),
         (lambda p, x: L(L(x, p.a).cumsum(-1), p.b),
          lambda p, x: L(L(x, p.a), p.b.flip(1).cumsum(1).flip(1))),
         (lambda p, x: L(torch.relu(2.0 * L(x, p.a, p.bias)), p.b),
          lambda p, x: L(torch.relu(L(x, 2.0 * p.a, 2.0 * p.bias)), p.b)),
-        (lambda p, x: L(L(x, p.a) * x[..., :1], p.b), lambda p, x: chain(p, x) * x[..., :1]),
         (lambda p, x: L(L(x, p.a) / p.s, p.b), lambda p, x: L(L(x, p.a) * (1 / p.s), p.b))],
     "no_kernel": [
         (lambda p, x: torch.tanh(chain(p, x)) * chain2(p, x),
