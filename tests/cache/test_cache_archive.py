@@ -5,7 +5,6 @@ import json
 import os
 import tarfile
 import tracemalloc
-import warnings
 
 import pytest
 from cache_helpers import Builder, accept, key_of
@@ -24,30 +23,6 @@ def filled(directory):
     for number in range(3):
         store.get_or_build(key_of(number), Builder(f"y = {number}\n"), {"n": number})
     return store
-
-
-def test_round_trip(filled, tmp_path):
-    path = tmp_path / "all.tar"
-    assert filled.export(path) == 3
-    assert filled.export(tmp_path / "one.tar", key_of(1).digest[:12]) == 1
-    other = Store(tmp_path / "other", check=accept)
-    assert other.import_(path) == 3
-    assert other.import_(path) == 0
-    for number in range(3):
-        ours, theirs = filled.get(key_of(number)), other.get(key_of(number))
-        assert (ours.contents, ours.meta) == (theirs.contents, theirs.meta)
-    with tarfile.open(path) as plain:  # any tar program reads it
-        assert f"{key_of(1).digest}/kernel.py" in plain.getnames()
-
-
-def test_damaged_entries_are_not_exported_and_are_replaced(filled, tmp_path):
-    filled.export(tmp_path / "a.tar")
-    (filled.get(key_of(1)).path / "kernel.py").write_text("other\n")
-    again = Store(filled.directory, check=accept)
-    assert again.export(tmp_path / "b.tar") == 2
-    with warnings.catch_warnings(action="ignore"):
-        assert again.import_(tmp_path / "a.tar") == 1
-    assert Store(filled.directory).get(key_of(1)).files == {"kernel.py": "y = 1\n"}
 
 
 # Hostile archives
@@ -175,6 +150,8 @@ def test_what_a_check_refuses_is_not_taken(tmp_path):
 def test_an_archive_cut_anywhere_or_flipped_anywhere(filled, tmp_path):
     """Refused, or the same entries: a tar has bytes that mean nothing, such as padding."""
     filled.export(tmp_path / "a.tar")
+    with tarfile.open(tmp_path / "a.tar") as plain:  # any tar program reads it
+        assert f"{D}/kernel.py" in plain.getnames()
     data = (tmp_path / "a.tar").read_bytes()
     good = {key_of(i).digest: filled.get(key_of(i)).contents for i in range(3)}
     refused = 0

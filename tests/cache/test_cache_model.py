@@ -27,6 +27,11 @@ class History(RuleBasedStateMachine):
         super().__init__()
         self.folder = Path(tempfile.mkdtemp(prefix="nmm-model-"))
         self.whole: set[int] = set()
+        self.away: set[int] = set()
+
+    @property
+    def archive(self) -> Path:
+        return self.folder / "out.tar"
 
     @property
     def store(self) -> Store:
@@ -90,11 +95,18 @@ class History(RuleBasedStateMachine):
         assert {row.state for row in self.store.verify()} <= {"same"}
 
     @rule()
-    def away_and_back(self):
-        archive = self.folder / "out.tar"
-        assert self.store.export(archive) == len(self.whole)
+    def export(self):
+        assert self.store.export(self.archive) == len(self.whole)
+        self.away = set(self.whole)
+
+    @precondition(lambda self: self.archive.exists())
+    @rule()
+    def bring_back(self):
         with warnings.catch_warnings(action="ignore"):
-            assert self.store.import_(archive) == 0
+            assert self.store.import_(self.archive) == len(self.away - self.whole)
+        self.whole |= self.away
+        metas = {number: self.store.get(key_of(number)).meta for number in self.away}
+        assert metas == {number: {"n": number} for number in self.away}
 
     @invariant()
     def listed_as_it_is(self):
