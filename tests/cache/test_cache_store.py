@@ -151,13 +151,11 @@ def test_require_lists_what_is_missing_and_reads_no_other_entry(directory, monke
     assert (build.calls, read) == (0, {key_of(2).digest})
     text = str(caught.value)
     assert str(key_of(2)) in text
-    assert "nmm cache list KEY.json" in text
     assert text.endswith("build: NMM_CACHE=rw nmm kernel lowrank --m 2")
     assert caught.value.keys == (key_of(2),)
     error = store.miss(store.missing([key_of(i) for i in range(1, 5)]))
     assert error.keys == (key_of(2), key_of(3), key_of(4))
     assert all(key_of(i).digest[:12] in str(error) for i in (2, 3, 4))
-    assert "NMM_CACHE=rw" in str(error)
 
 
 # Memory
@@ -181,20 +179,6 @@ def test_memory_holds_what_was_verified_whatever_happens_on_disk(directory):
 # Bound
 
 
-def test_the_least_recently_used_go_first(directory):
-    text = "x" * 10_000
-    store = Store(directory, max_bytes=45_000)
-    for number in (1, 2, 3):
-        store.get_or_build(key_of(number), Builder(text))
-        _age(directory, key_of(number), 100 - number)
-    Store(directory).get(key_of(1))  # used now
-    for number in (4, 5):
-        store.get_or_build(key_of(number), Builder(text))
-    left = {info.entry.key.to_dict()["spec"]["m"] for info in Store(directory).entries()}
-    assert left == {1, 3, 4, 5}
-    assert sum(info.size_bytes for info in store.entries()) <= 45_000
-
-
 def test_an_entry_over_the_bound_stays_in_memory(directory):
     store, build = Store(directory, max_bytes=1000), Builder("x" * 2000)
     with pytest.warns(CacheWarning, match="NMM_CACHE_MAX_BYTES"):
@@ -202,14 +186,6 @@ def test_an_entry_over_the_bound_stays_in_memory(directory):
     assert store.get_or_build(key_of(1), build).directory is None
     assert build.calls == 1
     assert list(store.entries()) == []
-
-
-def test_the_folder_of_an_older_layout_goes(directory):
-    store = Store(directory)
-    store.get_or_build(key_of(1), Builder())
-    (directory / "v1" / key_of(1).digest).mkdir(parents=True)
-    store.prune()
-    assert "v1" not in os.listdir(directory)
 
 
 def _age(directory, key, seconds):
@@ -304,8 +280,12 @@ def _fill(directory, count):
 
 
 def test_a_large_cache_is_looked_at_seldom_and_keeps_its_bound(directory, monkeypatch):
-    """Its digest tells whether a publication looks at all entries: 1 in 8 of a cache of 1024."""
+    """Its digest tells whether a publication looks at all entries: 1 in 8 of a cache of 1024.
+
+    The least recently used go first.
+    """
     total, looks = _fill(directory, 1024), []
+    Store(directory).get(key_of(0))  # used now
     real = Disk.entries
     monkeypatch.setattr(Disk, "entries", lambda self: looks.append(1) or real(self))
     store = Store(directory, max_bytes=total)
@@ -316,4 +296,4 @@ def test_a_large_cache_is_looked_at_seldom_and_keeps_its_bound(directory, monkey
     assert sum(kept.values()) <= total
     assert {key_of(n).digest for n in range(1024, 1224)} <= set(kept)  # the newest stay
     gone = [n for n in range(1024) if key_of(n).digest not in kept]
-    assert gone == list(range(len(gone)))  # the oldest went
+    assert gone == list(range(1, 1 + len(gone)))  # the oldest went
