@@ -30,6 +30,7 @@ from ..pieces.expand import store_turned
 from ..pieces.group_mlp import add_groups, make_blocks, strips_of
 from ..pieces.groups import check_index
 from ..pieces.narrow_groups import add_narrow_groups
+from ..pieces.new_tiles import filled, loaded
 from ..pieces.records import Block, Result
 from ..pieces.token_blocks import sort_tokens, sum_rows_of_picks, tokens_of_turn
 from ..pieces.two_cores import add_other_half, own
@@ -62,8 +63,7 @@ def compute_blocks(out, x, index, gates, operands, core, spec):
     each = spec.blocks * spec.tokens + 1
     # the other core's zero, which nobody reads, is behind the rows of all blocks
     made = nl.ndarray((each + spec.cores - 1, spec.k), dtype=x.dtype, buffer=nl.shared_hbm)
-    zero = nl.ndarray((1, spec.k), dtype=x.dtype, buffer=nl.sbuf)
-    nisa.memset(dst=zero, value=0.0)
+    zero = filled((1, spec.k), x.dtype, 0.0)
     nisa.dma_copy(dst=made[core * each : core * each + 1, 0 : spec.k], src=zero)
     mine = made[1:each, 0 : spec.k]
     turns = mine.reshape_dim(0, (spec.blocks // turn, turn * spec.tokens))
@@ -91,14 +91,12 @@ def compute_tokens(out, x, index, gates, operands, core, spec):
     if spec.way == "picks" and spec.split == "groups":
         index = own(index, 1, core)
         gates = own(gates, 1, core)
-    numbers = read_picks(index, picks, nl.int32)
-    weights = read_picks(gates, picks, nl.float32)
-    flat = nl.ndarray((tokens, spec.k), dtype=x.dtype, buffer=nl.sbuf)
-    nisa.dma_copy(dst=flat, src=x)
+    numbers = read_picks(index, picks)
+    weights = read_picks(gates, picks)
+    flat = loaded(x)
     left = strips_of([flat], tokens, spec)
     y_tiles = (spec.k + 127) // 128
-    total = nl.ndarray((128, y_tiles, tokens), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.memset(dst=total, value=0.0)
+    total = filled((128, y_tiles, tokens), nl.float32, 0.0)
     if spec.way == "picks":
         ones = chosen_of_token(numbers, weights)
         add_some(total, left, ones, numbers, weights, operands, half, tokens, spec)

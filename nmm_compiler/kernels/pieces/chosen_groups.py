@@ -7,14 +7,12 @@ tiles: int32 [1, groups], which addresses weights, and fp32 [128, groups], which
 import nki.isa as nisa
 import nki.language as nl
 
+from .new_tiles import combined, copied, filled, loaded, ramp
 
-def read_picks(picks, count, dtype):
+
+def read_picks(picks, count):
     """Return a number of every pick as fp32 on every partition, [128, picks]."""
-    held = nl.ndarray((128, count), dtype=dtype, buffer=nl.sbuf)
-    nisa.dma_copy(dst=held, src=picks.reshape((1, count)).broadcast(0, 128))
-    wide = nl.ndarray((128, count), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_copy(dst=wide, src=held)
-    return wide
+    return copied(loaded(picks.reshape((1, count)).broadcast(0, 128)), nl.float32)
 
 
 def chosen_of_token(numbers, weights):
@@ -31,21 +29,11 @@ def chosen_of_token(numbers, weights):
     return [some, None]
 
 
-def own_numbers(first, deep):
-    """Return numbers from `first` on, one on each partition, fp32 [deep, 1]."""
-    own = nl.ndarray((deep, 1), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.iota(dst=own, pattern=[[0, 1]], offset=first, channel_multiplier=1)
-    return own
-
-
 def picks_of_groups(numbers, first, deep):
     """Return 1 where a pick is the group on the partition, fp32 [deep, picks]."""
     picks = numbers.shape[1]
-    same = nl.ndarray((deep, picks), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_scalar(
-        dst=same, data=numbers[0:deep, 0:picks], op0=nl.equal, operand0=own_numbers(first, deep)
-    )
-    return same
+    own = ramp((deep, 1), 0, first, 1)
+    return combined(numbers[0:deep, 0:picks], nl.equal, own, nl.float32)
 
 
 def list_groups(numbers, count, at_once):
@@ -65,8 +53,7 @@ def list_groups(numbers, count, at_once):
     turns = (count + at_once - 1) // at_once
     found = nl.ndarray((1, count + 1), dtype=nl.int32, buffer=nl.sbuf)
     nisa.nonzero_with_count(dst=found, src=row, index_offset=0, padding_val=count)
-    listed = nl.ndarray((1, turns * at_once + 1), dtype=nl.int32, buffer=nl.sbuf)
-    nisa.memset(dst=listed, value=count)
+    listed = filled((1, turns * at_once + 1), nl.int32, count)
     nisa.tensor_copy(dst=listed[0:1, 0:count], src=found[0:1, 0:count])
     nisa.tensor_copy(
         dst=listed[0:1, turns * at_once : turns * at_once + 1], src=found[0:1, count : count + 1]
@@ -78,10 +65,7 @@ def turns_of(listed, at_once, bits):
     """Return in a register the turns of a loop that takes at_once, 2 to the bits, listed groups
     each."""
     last = listed.shape[1] - 1
-    turns = nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf)
-    nisa.tensor_scalar(
-        dst=turns, data=listed[0:1, last : last + 1], op0=nl.add, operand0=at_once - 1
-    )
+    turns = combined(listed[0:1, last : last + 1], nl.add, at_once - 1, nl.int32)
     nisa.tensor_scalar(dst=turns, data=turns, op0=nl.right_shift, operand0=bits)
     bound = nisa.register_alloc(0)
     nisa.register_load(dst=bound, src=turns)
@@ -101,9 +85,7 @@ def listed_in_turn(listed, i, core, spec):
 
 def within(mine, count):
     """Return the groups that are listed; behind the last one, the last of all."""
-    some = nl.ndarray((1, mine.shape[1]), dtype=nl.int32, buffer=nl.sbuf)
-    nisa.tensor_scalar(dst=some, data=mine, op0=nl.minimum, operand0=count - 1)
-    return some
+    return combined(mine, nl.minimum, count - 1, nl.int32)
 
 
 def groups_of_turn(listed, i, core, spec):
@@ -112,14 +94,11 @@ def groups_of_turn(listed, i, core, spec):
     mine = listed_in_turn(listed, i, core, spec)
     # first: loads of weights wait for it
     one = within(mine, spec.groups)
-    row = nl.ndarray((1, at_once), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_copy(dst=row, src=mine)
-    ones = nl.ndarray((1, 128), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.memset(dst=ones, value=1.0)
+    row = copied(mine, nl.float32)
+    ones = filled((1, 128), nl.float32, 1.0)
     spread = nl.ndarray((128, at_once), dtype=nl.float32, buffer=nl.psum)
     nisa.nc_matmul(dst=spread, stationary=ones, moving=row, is_stationary_onezero=True)
-    wide = nl.ndarray((128, at_once), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_copy(dst=wide, src=spread)
+    wide = copied(spread, nl.float32)
     return [one, wide]
 
 

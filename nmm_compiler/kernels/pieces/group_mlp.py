@@ -14,6 +14,7 @@ from .chosen_groups import gates_of
 from .expand import add_tiles
 from .loads_and_stores import turn_rows
 from .mx import quantize_strip
+from .new_tiles import copied, loaded
 from .project import project_few
 from .records import Block, Epilogue, Left, Panel, Plan, Result, Term
 from .scales_and_biases import load_columns, load_spread
@@ -127,11 +128,8 @@ def gather_block(x, tokens, s, spec):
     flats = []
     high = tokens.shape[0]
     for tile in range(spec.token_tiles):
-        chosen = nl.ndarray((high, 1), dtype=nl.int32, buffer=nl.sbuf)
-        nisa.tensor_copy(dst=chosen, src=tokens[0:high, tile, s : s + 1])
-        flat = nl.ndarray((high, spec.k), dtype=x.dtype, buffer=nl.sbuf)
-        nisa.dma_copy(dst=flat, src=x.vector_select(0, chosen))
-        flats.append(flat)
+        chosen = copied(tokens[0:high, tile, s : s + 1], nl.int32)
+        flats.append(loaded(x.vector_select(0, chosen)))
     return flats
 
 

@@ -8,14 +8,14 @@ import nki.isa as nisa
 import nki.language as nl
 
 from .loads_and_stores import move, turn_tiles
+from .new_tiles import combined, copied, filled, loaded, ramp
 from .records import Block, Epilogue, Left, Panel, Term
 from .sums import make_columns
 
 
 def index_columns(index, m0, tokens):
     """Return the index of tokens on the partitions, int32 [tokens, 1], 0 where it is -1."""
-    given = nl.ndarray((tokens, 1), dtype=nl.int32, buffer=nl.sbuf)
-    nisa.dma_copy(dst=given, src=index[m0 : m0 + tokens].reshape((tokens, 1)))
+    given = loaded(index[m0 : m0 + tokens].reshape((tokens, 1)))
     some = nl.ndarray((tokens, 1), dtype=nl.int32, buffer=nl.sbuf)
     nisa.scalar_tensor_tensor(
         dst=some, data=given, op0=nl.equal, operand0=-1.0, op1=nl.add, operand1=given
@@ -58,13 +58,11 @@ def group_mask(index, gains, pair, at: Block, own_queue):
     on_all = nl.ndarray((128, at.tokens), dtype=nl.int32, buffer=nl.sbuf)
     span = index[at.m0 : at.m0 + at.tokens].reshape((1, at.tokens))
     move(on_all, span.broadcast(0, 128), own_queue)
-    begin = nl.ndarray((128, at.tokens), dtype=nl.float32, buffer=nl.sbuf)
     if pair.groups.slots > 0:
-        nisa.iota(dst=begin, pattern=[[-rank, at.tokens]], offset=0)
+        begin = ramp((128, at.tokens), -rank, 0, 0)
     else:
-        nisa.tensor_scalar(dst=begin, data=on_all, op0=nl.multiply, operand0=-rank)
-    rows = nl.ndarray((128, tiles), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.iota(dst=rows, pattern=[[128, tiles]], offset=0, channel_multiplier=1)
+        begin = combined(on_all, nl.multiply, -rank, nl.float32)
+    rows = ramp((128, tiles), 128, 0, 1)
     mask = nl.ndarray((128, tiles, at.tokens), dtype=nl.float32, buffer=nl.sbuf)
     for tile in range(tiles):
         deep = min(128, pair.u.n - 128 * tile)
@@ -101,14 +99,10 @@ def gathered_rows(index, pair, at: Block):
     """
     rank = pair.groups.rank
     some = index_columns(index, at.m0, at.tokens)
-    first = nl.ndarray((at.tokens, 1), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_scalar(dst=first, data=some, op0=nl.multiply, operand0=rank)
-    ones = nl.ndarray((at.tokens, 1), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.memset(dst=ones, value=1.0)
-    place = nl.ndarray((at.tokens, pair.u.n), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.iota(dst=place, pattern=[[1, pair.u.n]], offset=0, channel_multiplier=-rank)
-    row = nl.ndarray((at.tokens, pair.u.n), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_scalar(dst=row, data=place, op0=nl.add, operand0=first)
+    first = combined(some, nl.multiply, rank, nl.float32)
+    ones = filled((at.tokens, 1), nl.float32, 1.0)
+    place = ramp((at.tokens, pair.u.n), 1, 0, -rank)
+    row = combined(place, nl.add, first, nl.float32)
     nisa.scalar_tensor_tensor(
         dst=row, data=place, op0=nl.greater_equal, operand0=0.0, op1=nl.multiply, operand1=row
     )
@@ -121,9 +115,7 @@ def gathered_rows(index, pair, at: Block):
         sums = nl.ndarray((deep, 1), dtype=nl.float32, buffer=nl.psum)
         nisa.nc_matmul(dst=sums, stationary=row[0 : at.tokens, first_row : first_row + deep],
                        moving=ones)  # fmt: skip
-        column = nl.ndarray((deep, 1), dtype=nl.int32, buffer=nl.sbuf)
-        nisa.tensor_copy(dst=column, src=sums)
-        columns.append(column)
+        columns.append(copied(sums, nl.int32))
     return columns
 
 
@@ -147,8 +139,7 @@ def project_gathered(p_sb, left: Left, u, columns, mask, pair, at: Block, spec):
     for tile in range((pair.u.n + 127) // 128):
         first = 128 * tile
         rows = min(128, pair.u.n - first)
-        flat = nl.ndarray((rows, pair.u.k), dtype=u.dtype, buffer=nl.sbuf)
-        nisa.dma_copy(dst=flat, src=u.vector_select(0, columns[tile]))
+        flat = loaded(u.vector_select(0, columns[tile]))
         strip = u_sb[0:128, 0:k_tiles, first : first + rows]
         turn_tiles(strip, flat, pair.u.order == "consecutive_rows", tile)
     panels = panels_of(u_sb, pair.u.k, pair.u.block, pair.u.chunk)

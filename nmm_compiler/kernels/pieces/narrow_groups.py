@@ -10,6 +10,7 @@ import nki.language as nl
 from .chosen_groups import gates_of
 from .expand import add_tiles
 from .loads_and_stores import load
+from .new_tiles import copied, filled
 from .records import Part
 
 
@@ -80,13 +81,10 @@ def on_rows(row, q, spec):
     spread = nl.ndarray((1, spec.stack, spec.features), dtype=nl.float32, buffer=nl.sbuf)
     own = row[0:1, q * spec.stack : (q + 1) * spec.stack]
     nisa.tensor_copy(dst=spread, src=own.reshape((1, spec.stack, 1)).broadcast(2, spec.features))
-    one = nl.ndarray((1, 1), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.memset(dst=one, value=1.0)
+    one = filled((1, 1), nl.float32, 1.0)
     sums = nl.ndarray((spec.stack * spec.features, 1), dtype=nl.float32, buffer=nl.psum)
     nisa.nc_matmul(dst=sums, stationary=spread, moving=one)
-    column = nl.ndarray((spec.stack * spec.features, 1), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_copy(dst=column, src=sums)
-    return column
+    return copied(sums, nl.float32)
 
 
 def load_stack_up(gate_up, groups, q, spec):

@@ -12,6 +12,7 @@ import nki.isa as nisa
 import nki.language as nl
 
 from .loads_and_stores import load
+from .new_tiles import filled
 from .records import Block, Norm, Part
 from .scales_and_biases import load_columns
 
@@ -29,10 +30,8 @@ def inverse_roots(squares, size, tokens, eps, down):
 
     A column per 128 tokens, [128, tiles], or with `down` on every partition, [128, tokens].
     """
-    shift = nl.ndarray((128, 1), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.memset(dst=shift, value=eps)
-    ones = nl.ndarray((128, 128 if down else 1), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.memset(dst=ones, value=1.0)
+    shift = filled((128, 1), nl.float32, eps)
+    ones = filled((128, 128 if down else 1), nl.float32, 1.0)
     if down:
         inverse = nl.ndarray((128, tokens), dtype=nl.float32, buffer=nl.sbuf)
         for m0 in range(0, tokens, 512):
@@ -148,8 +147,7 @@ def square_tiles(squares, part, mean, begun, norm: Norm):
 def means(x_sb, size, tokens):
     """Return the mean of each token on every partition, [128, tokens]; TensorE adds them up."""
     mean = nl.ndarray((128, tokens), dtype=nl.float32, buffer=nl.sbuf)
-    ones = nl.ndarray((128, 128), dtype=x_sb.dtype, buffer=nl.sbuf)
-    nisa.memset(dst=ones, value=1.0)
+    ones = filled((128, 128), x_sb.dtype, 1.0)
     for m0 in range(0, tokens, 512):
         mw = min(512, tokens - m0)
         total = nl.ndarray((128, mw), dtype=nl.float32, buffer=nl.psum)

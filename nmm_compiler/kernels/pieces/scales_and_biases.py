@@ -10,6 +10,7 @@ import nki.isa as nisa
 import nki.language as nl
 
 from .loads_and_stores import evict, move
+from .new_tiles import filled
 
 
 def product_scales(scale, factor, n, block, scales, lies, has_factor, own_queue):
@@ -89,8 +90,7 @@ def load_spread(vector, n, own_queue):
     """Load numbers, [n], and return them on every partition, [128, n]: ones times their row."""
     row = nl.ndarray((1, n), dtype=vector.dtype, buffer=nl.sbuf)
     move(row, vector[0:n].reshape_dim(0, (1, n)), own_queue)
-    ones = nl.ndarray((1, 128), dtype=row.dtype, buffer=nl.sbuf)
-    nisa.memset(dst=ones, value=1.0)
+    ones = filled((1, 128), row.dtype, 1.0)
     spread = nl.ndarray((128, n), dtype=row.dtype, buffer=nl.sbuf)
     for start in range(0, n, 512):
         width = min(512, n - start)

@@ -10,8 +10,9 @@ Row 0 of what the blocks make is zero, for picks of no group; row i + 1 belongs 
 import nki.isa as nisa
 import nki.language as nl
 
-from .chosen_groups import own_numbers, picks_of_groups, read_picks
+from .chosen_groups import picks_of_groups, read_picks
 from .loads_and_stores import move
+from .new_tiles import combined, copied, filled, loaded, ramp
 
 
 def sort_tokens(index, spec):
@@ -21,8 +22,7 @@ def sort_tokens(index, spec):
     Tokens: int32 [128, tiles of a block, blocks], 0 where a block has fewer. Rows: a list with
     int32 [128, top_k] for each tile of tokens; behind the last row where a pick is no group.
     """
-    ones = nl.ndarray((128, 128 * spec.top_k), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.memset(dst=ones, value=1.0)
+    ones = filled((128, 128 * spec.top_k), nl.float32, 1.0)
     needs = blocks_of_groups(index, spec)
     starts = starts_of_groups(needs, spec)
     groups = group_of_blocks(needs, starts, ones, spec)
@@ -37,16 +37,14 @@ def tile_picks(index, m0, spec):
     """Return the picks of a tile of tokens on every partition, fp32 [128, picks]."""
     tokens = min(128, spec.m - m0)
     part = index[m0 : m0 + tokens, 0 : spec.top_k]
-    return read_picks(part, tokens * spec.top_k, nl.int32)
+    return read_picks(part, tokens * spec.top_k)
 
 
 def blocks_of_groups(index, spec):
     """Return the blocks that each group needs: a list with fp32 [128, 1] for each 128 groups."""
     counts = []
     for _ in range((spec.groups + 127) // 128):
-        none = nl.ndarray((128, 1), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.memset(dst=none, value=0.0)
-        counts.append(none)
+        counts.append(filled((128, 1), nl.float32, 0.0))
     for m0 in range(0, spec.m, 128):
         numbers = tile_picks(index, m0, spec)
         for first in range(0, spec.groups, 128):
@@ -58,14 +56,9 @@ def blocks_of_groups(index, spec):
             nisa.tensor_tensor(dst=count, data1=count, data2=more, op=nl.add)
     needs = []
     for first in range(0, spec.groups, 128):
-        whole = nl.ndarray((128, 1), dtype=nl.int32, buffer=nl.sbuf)
-        nisa.tensor_scalar(
-            dst=whole, data=counts[first // 128], op0=nl.add, operand0=spec.tokens - 1
-        )
+        whole = combined(counts[first // 128], nl.add, spec.tokens - 1, nl.int32)
         nisa.tensor_scalar(dst=whole, data=whole, op0=nl.right_shift, operand0=spec.token_bits)
-        need = nl.ndarray((128, 1), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.tensor_copy(dst=need, src=whole)
-        needs.append(need)
+        needs.append(copied(whole, nl.float32))
     return needs
 
 
@@ -77,8 +70,7 @@ def starts_of_groups(needs, spec):
         before = nl.ndarray((deep, 1), dtype=nl.float32, buffer=nl.psum)
         for earlier in range(0, first + 1, 128):
             rows = min(128, spec.groups - earlier)
-            apart = nl.ndarray((rows, deep), dtype=nl.float32, buffer=nl.sbuf)
-            nisa.iota(dst=apart, pattern=[[1, deep]], offset=first - earlier, channel_multiplier=-1)
+            apart = ramp((rows, deep), 1, first - earlier, -1)
             nisa.tensor_scalar(dst=apart, data=apart, op0=nl.greater, operand0=0.0)
             nisa.nc_matmul(
                 dst=before, stationary=apart, moving=needs[earlier // 128][0:rows, 0:1],
@@ -103,8 +95,7 @@ def group_of_blocks(needs, starts, ones, spec):
                 dst=end, data1=starts[first // 128][0:deep, 0:1],
                 data2=needs[first // 128][0:deep, 0:1], op=nl.add,
             )  # fmt: skip
-            past = nl.ndarray((deep, wide), dtype=nl.float32, buffer=nl.sbuf)
-            nisa.iota(dst=past, pattern=[[1, wide]], offset=b0)
+            past = ramp((deep, wide), 1, b0, 0)
             nisa.tensor_scalar(dst=past, data=past, op0=nl.greater_equal, operand0=end)
             nisa.nc_matmul(
                 dst=ended, stationary=ones[0:deep, 0:1], moving=past, accumulate=first > 0
@@ -127,42 +118,30 @@ def tokens_of_blocks(rows, index, starts, ones, spec):
     """
     taken = []
     for first in range(0, spec.groups, 128):
-        place = nl.ndarray((128, 1), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.tensor_scalar(
-            dst=place, data=starts[first // 128], op0=nl.multiply, operand0=spec.tokens
-        )
-        taken.append(place)
+        taken.append(combined(starts[first // 128], nl.multiply, spec.tokens, nl.float32))
     high = min(128, spec.tokens)
     sums = []
     for _ in range((spec.blocks + 511) // 512 * spec.token_tiles):
         sums.append(nl.ndarray((high, min(512, spec.blocks)), dtype=nl.float32, buffer=nl.psum))
-    line = nl.ndarray((128, max(spec.blocks, spec.tokens)), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.iota(dst=line, pattern=[[1, max(spec.blocks, spec.tokens)]], offset=0)
+    line = ramp((128, max(spec.blocks, spec.tokens)), 1, 0, 0)
     for m0 in range(0, spec.m, 128):
         count = min(128, spec.m - m0)
         behind = place_picks(index, m0, taken, ones, spec)
         keep_rows(rows[m0 // 128], behind, index, m0, spec)
-        whole = nl.ndarray((count, spec.top_k), dtype=nl.int32, buffer=nl.sbuf)
-        nisa.tensor_scalar(dst=whole, data=behind, op0=nl.add, operand0=-1.0)
-        number = nl.ndarray((count, spec.top_k), dtype=nl.int32, buffer=nl.sbuf)
-        nisa.tensor_scalar(dst=number, data=whole, op0=nl.right_shift, operand0=spec.token_bits)
-        block = nl.ndarray((count, spec.top_k), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.tensor_copy(dst=block, src=number)
+        whole = combined(behind, nl.add, -1.0, nl.int32)
+        number = combined(whole, nl.right_shift, spec.token_bits, nl.int32)
+        block = copied(number, nl.float32)
         nisa.tensor_scalar(dst=whole, data=whole, op0=nl.bitwise_and, operand0=spec.tokens - 1)
-        slot = nl.ndarray((count, spec.top_k), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.tensor_copy(dst=slot, src=whole)
-        own = own_numbers(m0, count)
+        slot = copied(whole, nl.float32)
+        own = ramp((count, 1), 0, m0, 1)
         for j in range(spec.top_k):
             left = nl.ndarray((count, spec.tokens), dtype=nl.float32, buffer=nl.sbuf)
             nisa.tensor_scalar(
                 dst=left, data=line[0:count, 0 : spec.tokens], op0=nl.equal,
                 operand0=slot[0:count, j : j + 1], op1=nl.multiply, operand1=own,
             )  # fmt: skip
-            right = nl.ndarray((count, spec.blocks), dtype=nl.float32, buffer=nl.sbuf)
-            nisa.tensor_scalar(
-                dst=right, data=line[0:count, 0 : spec.blocks], op0=nl.equal,
-                operand0=block[0:count, j : j + 1],
-            )  # fmt: skip
+            mine = block[0:count, j : j + 1]
+            right = combined(line[0:count, 0 : spec.blocks], nl.equal, mine, nl.float32)
             for b0 in range(0, spec.blocks, 512):
                 wide = min(512, spec.blocks - b0)
                 for t0 in range(0, spec.tokens, 128):
@@ -208,16 +187,13 @@ def place_picks(index, m0, taken, ones, spec):
                 dst=behind[0:count, j : j + 1], stationary=place[0:deep, j : picks : spec.top_k],
                 moving=ones[0:deep, 0:1], accumulate=first > 0,
             )  # fmt: skip
-    held = nl.ndarray((count, spec.top_k), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_copy(dst=held, src=behind)
-    return held
+    return copied(behind, nl.float32)
 
 
 def keep_rows(rows, behind, index, m0, spec):
     """Write the row of each pick of a tile of tokens; a number that is no group has none."""
     count = min(128, spec.m - m0)
-    given = nl.ndarray((count, spec.top_k), dtype=nl.int32, buffer=nl.sbuf)
-    nisa.dma_copy(dst=given, src=index[m0 : m0 + count, 0 : spec.top_k])
+    given = loaded(index[m0 : m0 + count, 0 : spec.top_k])
     beyond = nl.ndarray((count, spec.top_k), dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_scalar(
         dst=beyond, data=given, op0=nl.not_equal, operand0=-1.0, op1=nl.multiply,
@@ -247,19 +223,14 @@ def sum_rows_of_picks(out, made, rows, gates, core, spec):
     table = made[0 : spec.blocks * spec.tokens + 1, core * part : core * part + part]
     for m0 in range(0, spec.m, 128):
         count = min(128, spec.m - m0)
-        own = nl.ndarray((count, spec.top_k), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.dma_copy(dst=own, src=gates[m0 : m0 + count, 0 : spec.top_k])
-        total = nl.ndarray((count, part), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.memset(dst=total, value=0.0)
+        own = loaded(gates[m0 : m0 + count, 0 : spec.top_k])
+        total = filled((count, part), nl.float32, 0.0)
         for j in range(spec.top_k):
-            chosen = nl.ndarray((count, 1), dtype=nl.int32, buffer=nl.sbuf)
-            nisa.tensor_copy(dst=chosen, src=rows[m0 // 128][0:count, j : j + 1])
-            row = nl.ndarray((count, part), dtype=made.dtype, buffer=nl.sbuf)
-            nisa.dma_copy(dst=row, src=table.vector_select(0, chosen))
+            chosen = copied(rows[m0 // 128][0:count, j : j + 1], nl.int32)
+            row = loaded(table.vector_select(0, chosen))
             nisa.scalar_tensor_tensor(
                 dst=total, data=row, op0=nl.multiply, operand0=own[0:count, j : j + 1],
                 op1=nl.add, operand1=total,
             )  # fmt: skip
-        y = nl.ndarray((count, part), dtype=out.dtype, buffer=nl.sbuf)
-        nisa.tensor_copy(dst=y, src=total)
+        y = copied(total, out.dtype)
         move(out[m0 : m0 + count, core * part : core * part + part], y, False)
