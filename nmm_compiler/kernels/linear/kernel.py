@@ -111,7 +111,7 @@ def linear(x, spec, schedule, **others):
         else:
             p_scale.append(None)
     ends = Ends(scale_sb, bias_sb, p_scale, p_bias, None)
-    norm = norm_of_x(others.get("norm_gain"), others.get("norm_bias"), spec.k, spec, schedule.order)
+    norm = norm_of_x(others.get("norm_gain"), others.get("norm_bias"), spec.k, spec)
 
     first = 0
     if schedule.m_loop:

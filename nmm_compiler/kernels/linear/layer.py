@@ -15,7 +15,7 @@ from typing import Any
 
 from nmm_compiler.kernels.number_formats import FP8
 from nmm_compiler.kernels.packed_formats import MX, PackedFormat
-from nmm_compiler.kernels.tiling import tiles
+from nmm_compiler.kernels.tiling import STRIDED, tiles
 from nmm_compiler.records import Record
 
 MULTIPLY = "multiply"
@@ -226,7 +226,9 @@ class Layer(Record):
     weights have one scale, "tensor", or one for each output, "channel"; "" for other formats.
     x_cut: the dimension of which each of two cores has half, -1 for none; out_cut that of results.
     tp: ranks that share the product, and sum x u. A schedule sets x_load, how x gets onto the
-    partitions, and x_chunk, its rows a load; 0 where it comes with the first weight.
+    partitions; x_chunk, its rows a load, 0 where it comes with the first weight; order, which rows
+    of x share a partition: consecutive ones, or every 128th, as transposes leave them, or "fours"
+    where products of MX blocks take x.
     """
 
     m: int
@@ -251,6 +253,7 @@ class Layer(Record):
     tp: int = 1
     x_load: str = "rows"
     x_chunk: int = 0
+    order: str = STRIDED
     nothing: Weight = Weight()
 
     @functools.cached_property

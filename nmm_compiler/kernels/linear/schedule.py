@@ -20,6 +20,7 @@ from nmm_compiler.kernels.tiling import (
     LOADS,
     ORDERS,
     RUNS,
+    STRIDED,
     by_tensor,
     chunk_rows,
     item_bytes,
@@ -41,13 +42,10 @@ class LinearSchedule(Schedule):
     x_load, w_load: how the contraction index of x, and of weights that are stored [n, k], gets onto
         the partitions: "rows" as it lies, "dma" by DMA transposes, "tensor" on TensorE, fp8 widened
         to 16 bits there. One token lies alike by rows and by columns.
-    order: which rows of x and of its weights share a partition: "consecutive_rows", or every 128th,
-        "strided_rows", as transposes leave them; or "fours" where products of MX blocks take x.
     m_block: tokens in SBUF at a time. u_block, block: outputs of a panel of a first factor, and of
         every other weight.
     load_bytes: a load of a weight brings about so many to each partition.
-    banks: of PSUM, for sums of first factors. sums: for those of results; down: tiles of tokens
-        that are summed together.
+    banks: of PSUM, for sums. down: tiles of tokens that are summed together.
     ahead: a panel of weights behind the first ones is loaded before the results of the panel
         before it are stored.
     double_row: fp8 only, TensorE takes pairs of tiles of a contraction in one pass.
@@ -60,13 +58,11 @@ class LinearSchedule(Schedule):
 
     x_load: str
     w_load: str = "rows"
-    order: str = "strided_rows"
     m_block: int
     block: int
     u_block: int = 128
     load_bytes: int = 8192
     banks: int = 8
-    sums: int = 8
     down: int = 1
     ahead: bool = False
     double_row: bool = False
@@ -93,8 +89,12 @@ class LinearSchedule(Schedule):
         whole = 128 * tiles(layer.k, 128)
         step = whole if layer.m <= FEW else chunk_rows(layer.k, self.tokens(layer) * 2)
         step = 512 * tiles(step, 512) if layer.mx else step
-        made = layer.each(lambda linear: self._planned(linear, layer))
-        return dataclasses.replace(made, x_load=x_load, x_chunk=step if first else 0)
+        over_x = [weight for weight in layer.weights() if layer.of_x(weight)]
+        loads = {self.x_load} | {_load(weight, self.w_load) for weight in over_x}
+        runs = layer.k >= 256 and loads == {"rows"}
+        order = FOURS if layer.mx else ORDERS[0] if runs else STRIDED
+        made = dataclasses.replace(layer, x_load=x_load, x_chunk=step * first, order=order)
+        return made.each(lambda linear: self._planned(linear, made))
 
     def _planned(self, linear: Linear, layer: Layer) -> Linear:
         u, v, weight = (
@@ -131,11 +131,11 @@ class LinearSchedule(Schedule):
         share = 1 if first or rows or tokens >= 64 else 2 if layer.mx or layer.combine else 4
         return dataclasses.replace(
             weight,
-            order=FOURS if fours else self.order if of_x else "strided_rows",
+            order=FOURS if fours else layer.order if of_x else STRIDED,
             load="tensor16" if layer.format_of(weight) == FP8 and load == "tensor" else load,
             block=128 * tiles(columns, 128),
             chunk=whole_blocks(weight, chunk) if fours else chunk,
-            group=max(1, (self.banks if first else self.sums) // across * share),
+            group=max(1, self.banks // across * share),
             down=down,
             ahead=(self.ahead and not first) or (gathered and weight.name != linear.weight.name),
             double_row=self.double_row and of_x,
@@ -268,77 +268,45 @@ class LinearSchedule(Schedule):
                 raise SpecError(f"schedule: {name} is {value}; pass a multiple of 128")
         check_load("x_load", self.x_load, x_loads(layer, target), layer.x_format, target)
         check_load("w_load", self.w_load, w_loads(layer, target), layer.dtype, target)
-        check_name("order", self.order, ORDERS)
-        if layer.mx != (self.order == FOURS):
-            raise SpecError(
-                f"schedule: order {FOURS!r} is that of MX blocks, order is {self.order!r}; use "
-                f"{FOURS if layer.mx else ORDERS[1]!r}"
-            )
         if layer.mx and layer.down.n and self.block % 512:
             raise SpecError(
                 f"schedule: block is {self.block}; MX products of h take whole 512s of its "
                 "features, pass a multiple of 512"
             )
-        over_x = (weight for weight in layer.weights() if layer.of_x(weight))
-        loads = {self.x_load} | {_load(weight, self.w_load) for weight in over_x}
-        if self.order == ORDERS[0] and loads != {"rows"}:
-            raise SpecError(f"schedule: transposes give order {ORDERS[1]!r}; use it")
-        if self.own_queue and not target.dma_generates_descriptors:
-            raise SpecError(
-                f"schedule: own_queue needs descriptors that the device writes, and {target.name} "
-                "has none; drop own_queue"
-            )
-        if self.double_row and not (layer.fp8_x and target.fp8_double_row):
-            raise SpecError(
-                f"schedule: double_row takes float8_e4m3 operands on trn2 or trn3, not "
-                f"{layer.x_format} on {target.name}; set it to False"
-            )
-        if self.turned and layer.m > FEW:
-            raise SpecError(
-                f"schedule: turned takes {FEW} tokens at most, not {layer.m}; drop turned"
-            )
-        self._check_loop(layer, target)
+        needs = {
+            "own_queue": (target.dma_generates_descriptors, "descriptors that the device writes"),
+            "double_row": (layer.fp8_x and target.fp8_double_row, "fp8 x on trn2 or trn3"),
+            "turned": (layer.m <= FEW, f"{FEW} tokens at most"),
+            "m_loop": (
+                target.device_loops and self._can_loop(layer),
+                f"loops on the device, 2 blocks of {self.m_block} tokens, no x by DMA transposes, "
+                "and no sums between cores or ranks and no index inside",
+            ),
+        }
+        for name, (there, what) in needs.items():
+            if getattr(self, name) and not there:
+                raise SpecError(
+                    f"schedule: {name} needs {what}; {layer.m} tokens of {layer.x_format} on "
+                    f"{target.name} have not, drop {name}"
+                )
         self._check_capacity(spec, layer, target)
 
-    def _check_loop(self, layer: Layer, target: Target) -> None:
-        """Raise SpecError unless a loop on the device is possible where there is one."""
-        if not self.m_loop:
-            return
-        if not target.device_loops:
-            raise SpecError(
-                f"schedule: m_loop needs loops on the device, and {target.name} has none"
-            )
-        if self.x_load == "dma":
-            raise SpecError(
-                "schedule: x_load is 'dma' in a loop on the device, where DMA transposes take 16 "
-                "rows at a time; use 'tensor'"
-            )
-        if layer.split == "weights" and (layer.factors or layer.down.n):
-            raise SpecError(
-                "schedule: split 'weights' exchanges values between the cores, which no loop on "
-                "the device does; drop m_loop, or split 'tokens'"
-            )
-        if layer.tp > 1:
-            raise SpecError(
-                "schedule: tp_axis 'rows' sums over the ranks once a block of tokens, and the "
-                "collective is not in a loop on the device; drop m_loop, or launch fewer tokens"
-            )
-        if any(pair.groups.count for pair in layer.factors):
-            raise SpecError(
-                "schedule: the index of a block of tokens is read once, and not in a loop on the "
-                "device; drop m_loop, or launch fewer tokens"
-            )
-        if layer.m < 2 * self.m_block:
-            raise SpecError(
-                f"schedule: m_loop needs at least two whole blocks of {self.m_block} tokens, got "
-                f"{layer.m} tokens; lower m_block"
-            )
+    def _can_loop(self, layer: Layer) -> bool:
+        """Return whether the blocks of tokens can be a loop on the device.
+
+        A DMA transposes 16 rows at a time there. What crosses between cores or ranks, and an index,
+        is read once a block.
+        """
+        crosses = layer.split == "weights" and bool(layer.factors or layer.down.n)
+        chosen = any(pair.groups.count for pair in layer.factors)
+        blocks = layer.m >= 2 * self.m_block and self.x_load != "dma"
+        return blocks and not (crosses or chosen or layer.tp > 1)
 
     def _check_capacity(self, spec: Any, layer: Layer, target: Target) -> None:
         """Raise CapacityError unless PSUM holds the sums and SBUF every buffer of a stage."""
         turns = "tensor" in self.x_load or "tensor" in self.w_load or self.turned
-        banks = max(self.banks, self.sums, tiles(self.tokens(layer), 512), self.down) + 2 * turns
-        if banks > target.psum_banks or min(self.banks, self.sums, self.down) < 1:
+        banks = max(self.banks, tiles(self.tokens(layer), 512), self.down) + 2 * turns
+        if banks > target.psum_banks or min(self.banks, self.down) < 1:
             raise CapacityError(
                 f"{spec.short()}: the sums need {banks} PSUM banks, {target.name} has "
                 f"{target.psum_banks}; lower banks from {self.banks}, or m_block from "
@@ -356,7 +324,7 @@ class LinearSchedule(Schedule):
             m_block = 128 * (m_block // 256)
         return dataclasses.replace(
             self, m_loop=True, x_load="tensor" if turned else self.x_load, m_block=m_block,
-            banks=min(self.banks, most), sums=min(self.sums, most),
+            banks=min(self.banks, most),
         )  # fmt: skip
 
     def loop_turns(self, layer: Layer) -> list[tuple[int, Layer]]:
@@ -377,7 +345,7 @@ class LinearSchedule(Schedule):
     def short(self) -> str:
         """Return the axes in a few words, for tables."""
         words = [f"m{self.m_block} u{self.u_block} n{self.block} {self.load_bytes}B"]
-        words += [self.order, f"x-{self.x_load} {self.down}x{self.sums}"]
+        words += [f"x-{self.x_load} {self.down}x{self.banks}"]
         flags = ("ahead", "double_row", "turned", "m_loop")
         words += [name for name in flags if getattr(self, name)]
         words += [f"{self.split}-split"] if self.split else []
@@ -415,7 +383,6 @@ def check_load(name: str, how: str, allowed: list[str], dtype: str, target: Targ
 def candidates(layer: Layer, target: Target) -> Iterator[LinearSchedule]:
     """Yield schedules that may be legal, about 50."""
     few = layer.m <= FEW
-    weights = layer.weights()
     x_ways = x_loads(layer, target)[: 2 if few else 1]
     widest = max(one.n for one in layer.linears)
     rank = max((pair.r for pair in layer.pairs), default=128)
@@ -433,18 +400,12 @@ def candidates(layer: Layer, target: Target) -> Iterator[LinearSchedule]:
         x_ways, w_loads(layer, target), _blocks(layer, target), turns
     ):
         banks = target.psum_banks - 2 * ("tensor" in x_load or "tensor" in w_load or turned)
-        over_k = {x_load} | {_load(one, w_load) for one in weights if layer.of_x(one)}
-        runs = layer.k >= 256 and over_k == {"rows"}
         ranks = _ranks(rank, banks // tiles(min(m_block, layer.m), 512))
-        sums = [(1, banks)] if few else [(1, 4)] if layer.down.n else [(4, banks), (1, 4)]
-        for u_block, block, load_bytes, (down, at_once) in itertools.product(
-            ranks, blocks, loads, sums
-        ):
+        downs = (1,) if few or layer.down.n else (4, 1)
+        for u_block, block, load_bytes, down in itertools.product(ranks, blocks, loads, downs):
             made = LinearSchedule(
-                x_load=x_load, ahead=True, w_load=w_load,
-                order=FOURS if layer.mx else ORDERS[0] if runs else ORDERS[1],
-                m_block=m_block, block=block, u_block=u_block,
-                load_bytes=load_bytes, banks=banks, sums=at_once, down=down,
+                x_load=x_load, ahead=True, w_load=w_load, m_block=m_block, block=block,
+                u_block=u_block, load_bytes=load_bytes, banks=banks, down=down,
                 # of fewer tokens the tiles of x that are spaced for it take longer to load
                 double_row=layer.fp8_x and target.fp8_double_row and layer.m >= 16, turned=turned,
                 own_queue=target.dma_generates_descriptors,
@@ -538,7 +499,7 @@ def work(layer: Layer, schedule: LinearSchedule) -> Work:
     )
     step = made.x_chunk or first.chunk
     count = tiles(layer.k, step) * m_blocks
-    deep = step // 128 if schedule.order == "consecutive_rows" and tokens == layer.m else 1
+    deep = step // 128 if made.order == ORDERS[0] and tokens == layer.m else 1
     run = x_size * tokens * deep
     squares = tiles(layer.k, 128) * tiles(layer.m, 128)
     done.load(made.x_load, total, count, run, (squares, count * tiles(tokens, 128), step * x_size))

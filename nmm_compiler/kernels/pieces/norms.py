@@ -78,17 +78,17 @@ def feature_columns(vector, size, order, offset):
     return columns
 
 
-def norm_of_x(gain, bias, size, spec, order) -> Norm:
+def norm_of_x(gain, bias, size, spec) -> Norm:
     """Return the norm of x, its gain and bias loaded where there are any."""
     norm_gain_sb = None
     norm_bias_sb = None
     if spec.norm_gain:
-        norm_gain_sb = feature_columns(gain, size, order, spec.norm_offset)
+        norm_gain_sb = feature_columns(gain, size, spec.order, spec.norm_offset)
     if spec.norm_bias:
-        norm_bias_sb = feature_columns(bias, size, order, 0.0)
+        norm_bias_sb = feature_columns(bias, size, spec.order, 0.0)
     return Norm(
         spec.norm, spec.norm_eps, norm_gain_sb, norm_bias_sb, spec.norm_gain, spec.norm_bias,
-        order,
+        spec.order,
     )  # fmt: skip
 
 
