@@ -44,6 +44,7 @@ from nmm_compiler.passes.graph.capture import (
     value_key,
 )
 from nmm_compiler.passes.graph.read_graph import read_added, read_graph
+from nmm_compiler.passes.graph.written import follow_writes
 from nmm_compiler.passes.layout import assign_layouts, count_transposes
 from nmm_compiler.passes.reproduce import fault_command
 from nmm_compiler.passes.result import RewriteResult, opportunities
@@ -99,7 +100,10 @@ class Attempt:
 
     def read(self) -> None:
         """Read the graph into canonical forms."""
-        self.c = read_graph(self.module, self.values, self.stored, self.options, self.faults)
+        given = (self.module, self.values, self.stored, self.options, self.faults)
+        self.c = read_graph(*given)
+        if self.c.effects.writers and follow_writes(self.c):
+            self.c = read_graph(*given)
         holders = self.module.graph.find_nodes(op="placeholder")
         if len(holders) == len(self.inputs or ()):
             for holder, value in zip(holders, self.inputs or (), strict=True):

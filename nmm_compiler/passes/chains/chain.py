@@ -50,6 +50,7 @@ from nmm_compiler.passes.graph.canonical import (
 )
 from nmm_compiler.passes.graph.effects import upstream
 from nmm_compiler.passes.graph.read_graph import DISTRIBUTED, is_distributed
+from nmm_compiler.passes.graph.torch_names import target_name
 from nmm_compiler.passes.graph.views import FEATURE, Atom, Dim, Dims, Size
 
 _T = TypeVar("_T")
@@ -75,6 +76,7 @@ class Stage:
     """data [tokens, k] times weight [k, n].
 
     x_dims and out_dims describe the data operand and the result over token axes and FEATURE.
+    chosen: the token axis along which an index chooses the weight, None for one weight.
     """
 
     key: Key
@@ -83,6 +85,16 @@ class Stage:
     weight: Weight
     out_dims: Dims
     tokens: dict[int, Size]
+    chosen: int | None = None
+
+
+def gathered(node: Any) -> tuple[Any, ...] | None:
+    """Return (weights, index) of a node that gathers weights along their first axis."""
+    name, args = (target_name(node), node.args) if isinstance(node, fx.Node) else ("", ())
+    if name == "getitem" and isinstance(args[1], fx.Node):
+        return tuple(args)
+    chosen = name == "index_select" and len(args) == 3 and args[1] == 0
+    return tuple(args[::2]) if chosen else None
 
 
 def path_nodes(c: Canonical, key: Key) -> frozenset[fx.Node]:
@@ -112,7 +124,8 @@ def read_stage(
         return Refusal("weight", "the weight is computed in the graph", w)
     base, w_dims = c.base(w)
     shape, x_shape = c.shape(base), c.shape(x)
-    if shape is None or not all(isinstance(s, int) for s in shape):
+    by_index, chosen = computed and gathered(base) is not None, None
+    if shape is None or not all(isinstance(s, int) for s in shape[by_index:]):
         return Refusal("weight", "the weight has symbolic dimensions", w)
     assert x_shape is not None
     out = set(form.out_labels)
@@ -126,7 +139,9 @@ def read_stage(
     for label, dim in zip(w_labels, w_dims, strict=True):
         atoms = tuple(a for a in dim if a.axis != views.BROADCAST)
         batch = label in out and label in real_x
-        if atoms and batch:
+        if by_index and batch and dim == c.whole(base)[0]:
+            chosen, atoms, shape = label, (), (1, *shape[1:])
+        elif atoms and batch:
             why = "both operands vary along a batch dimension (per-head weights or activations)"
             return Refusal("weight", why, w)
         if len(atoms) != len(dim) and not batch:
@@ -151,7 +166,7 @@ def read_stage(
         tuple((parts[label],) if label in parts else () for label in labels)
         for parts, labels in ((of_x, x_labels), (of_result, form.out_labels))
     )
-    return Stage(key, x, x_dims, weight, out_dims, tokens)
+    return Stage(key, x, x_dims, weight, out_dims, tokens, chosen)
 
 
 def is_whole_feature(atoms: views.Dim, size: int) -> bool:
@@ -398,22 +413,22 @@ def once(read: Callable[..., _T]) -> Callable[..., _T]:
 
 
 @once
-def read_chain(c: Canonical, key: Key, form: Product, inputs: bool) -> Chain | Refusal | None:
+def read_chain(c: Canonical, key: Key, form: Product, also: str = "") -> Chain | Refusal | None:
     """Read the low-rank chain that ends at a product; None without a sign of one.
 
-    inputs: factors may be inputs of the graph, like x.
+    also: factors may be inputs of the graph, like x ("inputs"); all are "gathered" by an index.
     """
-    is_rhs = _may_be_factor(c, form.rhs, inputs) and not isinstance(c.form(form.rhs), Product)
+    is_rhs = _may_be_factor(c, form.rhs, also) and not isinstance(c.form(form.rhs), Product)
     refusal: Refusal | None = None
     for weight_is_rhs in (is_rhs, not is_rhs):
         (data, _), (weight, _) = form.orders[not weight_is_rhs]
         if c.is_constant(data):
             continue
         walk, inner = trace_back(c, data)
-        if not _may_be_factor(c, weight, inputs):
+        if not _may_be_factor(c, weight, also):
             refusal = refusal or _not_constant(c, inner, weight, data)
             continue
-        second = read_stage(c, key, form, weight_is_rhs, computed=inputs)
+        second = read_stage(c, key, form, weight_is_rhs, computed=bool(also))
         if isinstance(second, Refusal):
             refusal = second if isinstance(inner, Product) else refusal
             continue
@@ -421,22 +436,25 @@ def read_chain(c: Canonical, key: Key, form: Product, inputs: bool) -> Chain | R
             refusal = _worth_telling(c, walk, second, inner) or refusal
             continue
         made = any(c.is_weight(key) or owner_of(key) in c.derived for key in operands(inner))
-        if not (inputs or made):  # as in attention
+        if not (also or made):  # as in attention
             mixed = Refusal("shape", "a product of two activations between the products", walk.key)
             told = _worth_telling(c, walk, second, mixed)
             refusal = told or _first_is_given(c, inner, second) or refusal
             continue
-        found = join_stages(c, second, walk, inner, computed=inputs)
+        found = join_stages(c, second, walk, inner, computed=bool(also))
         if isinstance(found, Chain):
-            if inputs and part_of_one(found.first.x) is not None:
+            if also and part_of_one(found.first.x) is not None:
                 return None
-            return found if _may_be_factor(c, found.u.key, inputs) else refusal
+            return found if _may_be_factor(c, found.u.key, also) else refusal
         refusal = found
     return refusal
 
 
-def _may_be_factor(c: Canonical, key: Key, inputs: bool) -> bool:
-    return c.is_weight(key) or (inputs and c.base(key)[0] in c.input_matrices)
+def _may_be_factor(c: Canonical, key: Key, also: str) -> bool:
+    base = c.base(key)[0]
+    if also == "gathered":
+        return gathered(base) is not None
+    return c.is_weight(key) or (also == "inputs" and base in c.input_matrices)
 
 
 def _not_constant(c: Canonical, inner: Product | Refusal, weight: Key, data: Key) -> Refusal | None:
@@ -520,7 +538,7 @@ def join_stages(
     c: Canonical, second: Stage, walk: Walk, inner: Product, computed: bool = False
 ) -> Chain | Refusal:
     """Join a second stage with the product behind it, if features meet features."""
-    contracted, _ = _axes_over(second, walk.dims)
+    contracted, _ = axes_over(second, walk.dims)
     labels = {inner.out_labels[atom.axis] for atom in contracted if atom.axis >= 0}
     in_lhs, in_rhs = (not labels.isdisjoint(own) for own in (inner.lhs_labels, inner.rhs_labels))
     if second.weight.k == 1:  # a dimension of size 1 has no label
@@ -552,11 +570,14 @@ def join_stages(
     if data_dims is None:
         return mismatch
     r = second.weight.k
-    features, tokens = _axes_over(second, data_dims)
+    features, tokens = axes_over(second, data_dims)
     if first.weight.n != r or not is_whole_feature(features, r):
         return mismatch
     out_dims = views.compose(second.out_dims, tokens)
     if out_dims is None or any(a.axis < 0 for dim in tokens.values() for a in dim):
+        return mismatch
+    which = () if first.chosen is None else (Atom(first.chosen, first.tokens[first.chosen], 1),)
+    if which != (() if second.chosen is None else tokens[second.chosen]):
         return mismatch
     steps = tuple(reversed(walk.steps))
     odd = _along_tokens(steps, first.out_dims, r)
@@ -632,7 +653,7 @@ def _is_over_rank(c: Canonical, walk: Walk, second: Stage, norm: Norm) -> bool:
     if not shape or shape[-1] != second.weight.k or c.shape(norm.value) != shape:
         return False
     base, dims = c.base(norm.value)
-    over_last = _axes_over(second, walk.dims)[0] == views.identity(shape)[-1]
+    over_last = axes_over(second, walk.dims)[0] == views.identity(shape)[-1]
     return over_last and bool(dims) and dims[-1] in c.whole(base)
 
 
@@ -703,15 +724,15 @@ def _behind_walk(chain: Chain, walk: Walk, out: Key) -> Chain | None:
 
 
 @once
-def read_projection(c: Canonical, key: Key, inputs: bool = False) -> Chain | None:
+def read_projection(c: Canonical, key: Key, also: str = "") -> Chain | None:
     """Read a value as x times one or two weights, then affine steps; None when it is none.
 
-    inputs: the factors of a low-rank one may be inputs of the graph.
+    also: what the factors of a low-rank one may be, see `read_chain`.
     """
     walk, form = trace_back(c, key)
     if isinstance(form, Refusal) or any(step.kind == "vector" for step in walk.steps):
         return None
-    chain = read_chain(c, walk.key, form, inputs)
+    chain = read_chain(c, walk.key, form, also)
     if not isinstance(chain, Chain) or too_wide(c, chain):
         is_weight = c.is_constant(form.lhs), c.is_constant(form.rhs)
         if not any(is_weight):
@@ -728,12 +749,12 @@ def read_projection(c: Canonical, key: Key, inputs: bool = False) -> Chain | Non
 def over_base(c: Canonical, stage: Stage, dims: Dims) -> Dims | None:
     """Express the features that a stage contracts, and dims over its tokens, by the axes of the
     value that x is a view of."""
-    features, tokens = _axes_over(stage, c.base(stage.x)[1])
+    features, tokens = axes_over(stage, c.base(stage.x)[1])
     found = views.compose(dims, tokens)
     return None if found is None else tuple(map(views.coalesce, (features, *found)))
 
 
-def _axes_over(stage: Stage, dims: Dims) -> tuple[Dim, dict[int, Dim]]:
+def axes_over(stage: Stage, dims: Dims) -> tuple[Dim, dict[int, Dim]]:
     """Return the features that a stage contracts, and each token axis, by the axes of a value that
     x has these dims over."""
     pairs = [(own[0], over) for own, over in zip(stage.x_dims, dims, strict=True) if own]

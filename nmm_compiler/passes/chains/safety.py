@@ -41,6 +41,7 @@ from nmm_compiler.passes.graph.canonical import (
 )
 from nmm_compiler.passes.graph.effects import is_ignorable
 from nmm_compiler.passes.graph.read_graph import is_distributed
+from nmm_compiler.passes.graph.written import is_alone
 from nmm_compiler.prices.ways import Ways, ways
 from nmm_compiler.report.text import counted
 
@@ -174,8 +175,8 @@ def unsafe(
     """Return why nodes may not be replaced at `final` at all, or None.
 
     Checks other users, devices, tensor subclasses, writes and region edges crossed.
-    `allowed` are writers among the nodes whose writes the caller has found harmless, `redirected`
-    are users that the caller will give another value; `also_final` are further results.
+    `allowed` are writers among the nodes whose writes the caller has read, `redirected` are users
+    that the caller will give another value; `also_final` are further results.
     """
     covered = set(nodes)
     keys = list(operands)
@@ -262,15 +263,18 @@ def crossed(
     keys: Iterable[Key],
     allowed: Collection[fx.Node] = (),
 ) -> Refusal | None:
-    """Return a write or a region edge between the first of the nodes and the last."""
-    effects, nodes = c.effects, moving(c, covered)
-    inner = [n for n in nodes if n in effects.writers and n not in allowed]
-    if inner:
-        return Refusal("mutation", "an inner value is written in place", inner[0])
+    """Return a write or a region edge between the first of the nodes and the last; allowed: writers
+    whose writes the caller has read."""
+    effects, covered = c.effects, {*covered}
+    nodes = moving(c, covered)
+    writers = nodes & effects.writers - {*allowed}
+    seen = next((one for one in writers if not is_alone(c, one, covered)), None)
+    if seen is not None:
+        return Refusal("mutation", "an inner value is written in place", seen)
     start, end = min(effects.position[n] for n in nodes), effects.position[final]
     if effects.in_transform(start, end):
         return in_transform(final)
-    barrier = effects.crossed(start, end, [*covered, *map(owner_of, keys)], allowed)
+    barrier = effects.crossed(start, end, [*covered, *map(owner_of, keys)], nodes)
     if barrier is None:
         return None
     if barrier.region:

@@ -20,7 +20,6 @@ expand apart are predicted to be faster.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,7 +30,15 @@ from torch import fx
 
 from nmm_compiler.errors import NmmError
 from nmm_compiler.ops.chosen import ADAPTERS
-from nmm_compiler.passes.chains.chain import is_whole_feature, path_nodes, read_projection
+from nmm_compiler.passes.chains.chain import (
+    Chain,
+    axes_over,
+    gathered,
+    is_whole_feature,
+    read_projection,
+    read_stage,
+    same_tokens,
+)
 from nmm_compiler.passes.chains.safety import DTYPES, Refusal, covered, tokens_to_judge, unsafe
 from nmm_compiler.passes.emit.calls import Lowering, times
 from nmm_compiler.passes.emit.editor import Editor
@@ -44,14 +51,12 @@ from nmm_compiler.passes.graph.canonical import (
     Product,
     Scale,
     dtype_name,
-    owner_of,
 )
-from nmm_compiler.passes.graph.views import Dim
 from nmm_compiler.passes.rules.base import KernelRule, Match
 from nmm_compiler.passes.rules.experts import counted_from_end, name_of
+from nmm_compiler.passes.rules.lowrank import products_at
 
 aten = torch.ops.aten
-_BUFFERS = ("zeros", "zeros_like", "new_zeros", "empty", "empty_like", "new_empty")
 
 
 @dataclass(frozen=True)
@@ -63,21 +68,6 @@ class _Branch:
     b: Any
     scale: float
     nodes: set[fx.Node]
-
-
-@dataclass
-class _Gathered:
-    """A branch of gathered factors, as far as it has been read from its end.
-
-    factors: of the last product, then of the first, each with whether it lies [out, in]. gains:
-    of each adapter; scale: of all of them.
-    """
-
-    nodes: set[fx.Node]
-    factors: list[tuple[fx.Node, bool]]
-    index: Any = None
-    gains: fx.Node | None = None
-    scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -97,6 +87,11 @@ class _Call:
         """Return x, the weight and the bias, None where there is none."""
         return [*self.linear.args, *self.linear.kwargs.values(), None][:3]
 
+    def reads(self, graph: Canonical) -> list[Any]:
+        """Return the values that the call reads."""
+        given = [one for one in self.plain() if one is not None]
+        return [*given, graph.base(given[0])[0], *self.factors, *self.others]
+
     def named(self, editor: Editor) -> dict[str, Any]:
         """Emit what the op reads; return its arguments by name."""
         x, w, bias = (None if one is None else editor.node(one) for one in self.plain())
@@ -111,18 +106,21 @@ class Adapters(KernelRule):
     ends_at = (Product, Add, Opaque)
 
     def pattern(self, graph: Canonical, node: Any) -> Iterator[Any]:
-        """Propose linears whose rows are written, and sums of a linear and gathered branches."""
-        name = name_of(node)
-        writes_rows = name == "linear" and any(map(_writes_rows, node.users))
-        adds = name in ("add", "add_") and len(node.all_input_nodes) == 2
-        if writes_rows or adds or (name == "setitem_" and name_of(node.args[0]) == "linear"):
-            yield node
+        """Propose linears whose rows are written, and sums of a linear and another value."""
+        if name_of(node) == "linear" and any(map(_writes_rows, node.users)):
+            yield node, None
+        form = graph.forms.get(node)
+        for base, more in form.orders if isinstance(form, Add) else ():
+            if name_of(graph.base(base)[0]) == "linear" and graph.is_whole(base):
+                yield node, (graph.base(base)[0], more)
 
     def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
         """Read the branches, which together write each row once at most."""
-        node = candidate
-        if name_of(node) != "linear":
-            return self._gathered(graph, node)
+        node, terms = candidate
+        if terms is not None:
+            call = _gathered(graph, *terms)
+            inner = set() if call is None else covered(graph, node, call.reads(graph))
+            return None if call is None else self._matched(graph, node, {*inner}, node, call)
         x = node.args[0]
         found = [_branch(graph, node, x, user) for user in node.users if _writes_rows(user)]
         branches = [branch for branch in found if branch is not None]
@@ -138,31 +136,11 @@ class Adapters(KernelRule):
         call = _Call(node, factors, [], functools.partial(_stacked, branches))
         inner = {node, *(n for branch in branches for n in branch.nodes)}
         last = max(inner, key=graph.effects.position.__getitem__)
-        why = _read_early(graph, node, inner, last, node, "all branches")
-        return why or self._matched(graph, node, inner, last, call)
-
-    def _gathered(self, graph: Canonical, node: Any) -> Match | Refusal | None:
-        """Read linear(x, w, b) + branches of gathered factors, which may be added in place."""
-        base, more, own = _base_and_branch(graph, node)
-        branch = None if base is None else _gathered_branch(graph, more, base.args[0])
-        if branch is None:
-            return None
-        inner = {base, *own, *branch.nodes}
-        factors = [factor for factor, _ in branch.factors]
-        others = [one for one in (branch.index, branch.gains) if one is not None]
-        call = _Call(base, factors, others, functools.partial(_flat, branch))
-        if name_of(node) != "setitem_" and inner.issuperset(base.users):
-            return self._matched(graph, node, inner, node, call)
-        if node.users:  # two names of one sum
-            return Refusal("mutation", "the base is read under two names", node)
         position = graph.effects.position
-        reads = [one for one in call.plain() if one is not None] + factors + others
-        late = [one for one in reads if position[one] > position[base]]
-        why = _read_early(graph, base, inner, node, node, "its branch")
-        if why is None and late:
-            text = f"{late[0].name} is made behind the linear to which its branch is added in place"
-            return Refusal("mutation", text, node, remedy="add the branch out of place")
-        return why or self._matched(graph, base, inner, node, call)
+        for user in node.users:
+            if user not in inner and position[user] < position[last]:
+                return Refusal("other_user", f"{user.name} reads it before all branches", node)
+        return self._matched(graph, node, inner, last, call)
 
     def _matched(
         self, graph: Canonical, node: Any, inner: set[fx.Node], last: fx.Node, call: _Call
@@ -194,15 +172,6 @@ class Adapters(KernelRule):
         given = match.data.named(editor)
         x, w = (editor.value(given[name]) for name in "xw")
         return editor.kernel(ADAPTERS.name, given, x.new_empty((*x.shape[:-1], w.shape[0])))
-
-
-def _read_early(
-    graph: Canonical, base: Any, inner: set[fx.Node], last: fx.Node, at: fx.Node, what: str
-) -> Refusal | None:
-    """Refuse a linear that is read by another node before the last one that adds to it."""
-    position = graph.effects.position
-    early = [u for u in base.users if u not in inner and position[u] < position[last]]
-    return Refusal("other_user", f"{early[0].name} reads it before {what}", at) if early else None
 
 
 def _constant(editor: Editor, numbers: list[Any], dtype: torch.dtype, x: torch.Tensor) -> fx.Node:
@@ -244,29 +213,24 @@ def _stacked(branches: Sequence[_Branch], editor: Editor, x: Any) -> dict[str, A
     return {"index": index, "u": u, "v": v, "gains": gains, "v_layout": "col"}
 
 
-def _flat(branch: _Gathered, editor: Editor, x: Any) -> dict[str, Any]:
-    """Emit the adapter of each token, the factors of all adapters, u [out, in], and their gains."""
-    flat: list[Any] = []
-    for factor, turned in reversed(branch.factors):
-        stack = editor.node(factor)
-        sizes = editor.shape(stack)
-        groups = sizes[0]
-        one = editor.reshape(stack, (groups, *sizes[-2:]))
-        wants = not flat  # u as [r, k] and v as [r, n]
-        if turned != wants:
+def _flat(
+    chain: Chain, stacks: Sequence[Any], index: Any, scale: float, editor: Editor, x: Any
+) -> dict[str, Any]:
+    """Emit the adapter of each token, the factors of all adapters, [r, k] and [r, n] of each, and
+    their gains."""
+    flat = []
+    groups = editor.shape(editor.node(stacks[0]))[0]
+    for weight, stack, layout in zip((chain.u, chain.v), stacks, ("col", "row"), strict=False):
+        one = editor.reshape(editor.node(stack), (groups, *weight.stored))
+        if weight.layout != layout:
             one = editor.permute(one, (0, 2, 1))
-        sizes = editor.shape(one)
-        flat.append(editor.reshape(one, (groups * sizes[1], sizes[2])))
-    index = counted_from_end(editor, editor.node(branch.index), groups)
-    if branch.gains is not None:
-        gains = times(editor, editor.node(branch.gains), branch.scale)
+        flat.append(editor.reshape(one, (groups * chain.u.n, editor.shape(one)[2])))
+    index = counted_from_end(editor, editor.node(index), groups)
+    if len(stacks) > 2:
+        gains = times(editor, editor.node(stacks[2]), scale)
     else:
-        gains = editor.call(
-            aten.full.default, [groups], branch.scale, dtype=torch.float32,
-            device=editor.value(x).device,
-        )  # fmt: skip
-    u, v = flat
-    return {"index": _of_tokens(editor, index, x), "u": u, "v": v, "gains": gains}
+        gains = _constant(editor, [scale] * groups, torch.float32, editor.value(x))
+    return {"index": _of_tokens(editor, index, x), "u": flat[0], "v": flat[1], "gains": gains}
 
 
 def _writes_rows(user: Any) -> bool:
@@ -305,146 +269,42 @@ def _added_in_place(write: Any) -> tuple[Any, Any, Any, list[fx.Node]]:
     return None, (), None, []
 
 
-def _base_and_branch(graph: Canonical, node: Any) -> tuple[Any, Any, list[fx.Node]]:
-    """Return the linear, the branch and the nodes of a sum of both; None for the linear if none.
-
-    The sum may be in place: base += branch, or base[:, :n] += branch, of all of its columns.
-    """
-    if name_of(node) == "setitem_":
-        base, place, more, own = _added_in_place(node)
-        return base if base is not None and _whole(graph, base, place) else None, more, own
-    pairs = [node.args[:2]] if name_of(node) == "add_" else [node.args[:2], node.args[1::-1]]
-    found = [(base, more) for base, more in pairs if name_of(base) == "linear"]
-    return (*found[0], [node]) if len(found) == 1 and not node.kwargs else (None, None, [])
-
-
-def _whole(graph: Canonical, value: Any, place: Any) -> bool:
-    """Return whether a place is all of a value: slices from the start to the end."""
-    sizes = graph.sizes(value)
-    slices = place if isinstance(place, tuple) else (place,)
-    if len(slices) > len(sizes) or not all(isinstance(one, slice) for one in slices):
-        return False
-    return all(
-        one.start in (None, 0) and one.step in (None, 1) and (one.stop is None or one.stop == size)
-        for one, size in zip(slices, sizes, strict=False)
-    )
-
-
-def _gathered_branch(graph: Canonical, node: Any, x: Any) -> _Gathered | None:
-    """Return a branch of gathered factors of x that ends at a node, or None."""
-    branch, key = _Gathered(set(), []), node
-    while len(branch.factors) < 2:
-        if not isinstance(key, Key):
-            return None
-        key = _gathered_product(graph, key, branch)
-    key = _filled(graph, key, branch)
-    sizes = [graph.sizes(one) for one in (x, branch.index)]
-    if len(sizes[0]) not in (2, 3) or len(sizes[1]) != 1 or sizes[0][0] != sizes[1][0]:
+def _gathered(graph: Canonical, base: Any, more: Key) -> _Call | None:
+    """Read a value as a branch of gathered factors of what a linear reads, beside that linear."""
+    x, (product, form) = base.args[0], next(products_at(graph, base))
+    key, gains = _without_gains(graph, more)
+    chain = read_projection(graph, key, "gathered")
+    own = read_stage(graph, product, form, True, computed=True)
+    if chain is None or chain.second is None or isinstance(own, Refusal):
         return None
-    taken = itertools.takewhile(lambda one: one is not x, graph.through(key))
-    branch.nodes.update(map(owner_of, taken))
-    return branch if _elements(graph, key) == _elements(graph, x) else None
-
-
-def _elements(graph: Canonical, key: Key) -> tuple[Key, list[Dim]]:
-    """Return the base of a value and its dims over it, but for dimensions of one element."""
-    base, dims = graph.base(key)
-    return base, [dim for dim in dims if dim]
-
-
-def _read(graph: Canonical, key: Key, branch: _Gathered) -> Any:
-    """Return the base that a value is, with more or fewer dimensions of one element, or None."""
-    key = _filled(graph, key, branch)
-    base = graph.base(key)[0]
-    branch.nodes |= path_nodes(graph, key) | {owner_of(base)}
-    return base if _elements(graph, key) == _elements(graph, base) else None
-
-
-def _filled(graph: Canonical, key: Key, branch: _Gathered) -> Key:
-    """Return what is written to a buffer, all of it, that a value is; else the value."""
-    node: Any = graph.base(key)[0]
-    if name_of(node) not in _BUFFERS or not graph.is_whole(key):
-        return key
-    writes = [one for one in node.users if (name_of(one) or "").endswith("_")]
-    if len(writes) != 1 or name_of(writes[0]) != "setitem_":
-        return key
-    into, place, value = writes[0].args[:3]
-    kinds = [(graph.shape(one), graph.dtype(one)) for one in (node, value)]
-    first = min(node.users, key=graph.effects.position.__getitem__)  # else it is read before
-    if into is not node or not _whole(graph, node, place) or first is not writes[0]:
-        return key
-    if kinds[0] != kinds[1]:
-        return key
-    branch.nodes |= {node, *path_nodes(graph, key), writes[0]}
-    return _filled(graph, value, branch)
-
-
-def _gathered_product(graph: Canonical, key: Key, branch: _Gathered) -> Key | None:
-    """Return what a product with gathered weights multiplies, None if a value is no such product.
-
-    Numbers and gains that multiply the product are noted.
-    """
-    base = _read(graph, key, branch)
-    form = graph.forms.get(base)
-    while isinstance(form, Scale):
-        base = _scaled(graph, base, form, branch)
-        form = graph.forms.get(base)
-    if not isinstance(form, Product):
+    picked: list[Any] = [chain.u.key, chain.v.key, *([] if gains is None else [gains])]
+    stacks, (index, *others) = zip(*map(gathered, picked), strict=True)
+    whole = graph.sizes(index) == graph.sizes(x)[:1] and len(graph.sizes(x)) in (2, 3)
+    of_tokens = axes_over(chain.first, graph.base(chain.first.x)[1])[1]
+    if not whole or of_tokens.get(chain.first.chosen, ()) != graph.base(x)[1][0]:  # type: ignore[arg-type]
         return None
-    for (token, labels), (held, held_labels) in form.orders:
-        made, dims = graph.base(held)
-        sizes, index = graph.sizes(made), _gather(made)
-        if index is None or not _same_index(graph, index[1], branch):
-            continue
-        pairs = [(labels, graph.shape(token)), (form.out_labels, graph.shape(base))]
-        own, out = ([x for x, s in zip(*one, strict=True) if s != 1] for one in pairs)  # type: ignore[arg-type]
-        axes = {x: views.whole_axis(d, sizes) for x, d in zip(held_labels, dims, strict=True) if d}
-        head, k = ([x for x in own if (x in out) == kept] for kept in (True, False))
-        n = [x for x in out if x not in own]
-        which = [x for x in head if x in axes]
-        orders = own == head + k and out == head + n and which in ([], head[:1])
-        if not orders or set(axes) != {*which, *k, *n} or len(k) > 1 or len(n) > 1:
-            continue
-        last, inner = len(sizes) - 1, [axes[x] for x in k] + [axes[x] for x in n]
-        whole = [axes[x] for x in which] in ([], [0]) and {*inner} <= {last - 1, last}
-        if whole and (last == 2 or (last == 3 and sizes[1] == 1)):
-            turned = [axes[x] for x in k] == [last] or [axes[x] for x in n] == [last - 1]
-            branch.factors.append((index[0], turned))
-            branch.nodes |= {owner_of(made), *path_nodes(graph, held)}
-            return token
-    return None
+    if any(other is not index for other in others) or not _counts(graph.dtype(index)):
+        return None
+    if any(step.kind != "scale" or step.key is not None for step in chain.steps):
+        return None
+    if not same_tokens(graph, own, own.out_dims, chain.first, chain.out_dims):
+        return None
+    scale = math.prod(step.number for step in chain.steps)
+    operands = functools.partial(_flat, chain, stacks, index, scale)
+    return _Call(base, [*stacks[:2]], [index, *stacks[2:]], operands)
 
 
-def _scaled(graph: Canonical, key: Key, form: Scale, branch: _Gathered) -> Any:
-    """Return what is multiplied by a number, or by the gain of each token's adapter, or None."""
-    if isinstance(form.factor, float):
-        branch.scale *= form.factor
-        return _read(graph, form.value, branch)
-    for value, factor in form.orders if len(graph.sizes(key)) == 2 else ():
+def _counts(dtype: Any) -> bool:
+    """Return whether numbers of a dtype count places."""
+    return dtype is not None and not dtype.is_floating_point and dtype != torch.bool
+
+
+def _without_gains(graph: Canonical, key: Key) -> tuple[Key, Key | None]:
+    """Return what is multiplied by the gain of each token's adapter, and what gathers the gains."""
+    form = graph.forms.get(key)
+    for value, factor in form.orders if isinstance(form, Scale) else ():
         made, dims = graph.base(factor)
-        held = _gather(made)
         spread = (*graph.whole(made), ())
-        if held is None or branch.gains is not None or dims != spread:
-            continue
-        if graph.shape(value) == graph.shape(key) and _same_index(graph, held[1], branch):
-            branch.nodes |= {owner_of(made), *path_nodes(graph, factor)}
-            branch.gains = held[0]
-            return _read(graph, value, branch)
-    return None
-
-
-def _gather(node: Any) -> tuple[Any, ...] | None:
-    """Return (weights, index) of a node that gathers weights along their first axis."""
-    if name_of(node) == "getitem" and isinstance(node.args[1], fx.Node):
-        return tuple(node.args)
-    chosen = name_of(node) == "index_select" and len(node.args) == 3 and node.args[1] == 0
-    return tuple(node.args[::2]) if chosen else None
-
-
-def _same_index(graph: Canonical, index: Any, branch: _Gathered) -> bool:
-    """Return whether an index is a tensor, and that of the branch if it has one."""
-    dtype = graph.dtype(index)
-    if dtype is None or dtype.is_floating_point or dtype == torch.bool:
-        return False
-    branch.index = branch.index or index
-    return branch.index is index
+        if gathered(made) and dims == spread and len(graph.sizes(value)) == 2:
+            return value, made
+    return key, None

@@ -36,7 +36,6 @@ from nmm_compiler.passes.chains.chain import (
 )
 from nmm_compiler.passes.chains.safety import Refusal, covered, real_users, too_wide
 from nmm_compiler.passes.emit.calls import Call, with_base
-from nmm_compiler.passes.emit.editor import Editor
 from nmm_compiler.passes.emit.stored import Stored
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import (
@@ -45,9 +44,7 @@ from nmm_compiler.passes.graph.canonical import (
     Canonical,
     Cast,
     Key,
-    Leaf,
     Scale,
-    owner_of,
 )
 from nmm_compiler.passes.rules.base import Match
 from nmm_compiler.passes.rules.lowrank import Adapter
@@ -79,30 +76,15 @@ class LoRA(Adapter):
     def ended(
         self, graph: Canonical, chain: Chain, walk: Walk, node: fx.Node
     ) -> Match | Refusal | None:
-        """Check a sum with what stands behind it, and that nothing sees what it writes."""
-        total = owner_of(walk.key)
-        readers = _later_readers(graph, total)
+        """Check a sum with what stands behind it."""
         whole = ended(graph, chain, walk, node)
-        if whole is None or (readers and node is not total):
+        if whole is None:
             return None
         call = Call.of_chain(graph, whole)
-        writers = _sums_in_place(graph, call.covered)
-        refusal = _in_place(graph, total, call.covered, writers, readers)
-        if refusal is not None:
-            return refusal
-        allowed = {"allowed": writers, "redirected": readers}
         made = with_base(graph, call)
         if isinstance(made, Stored):
             call.note = f"{made.format} weight is dequantized at each call: {made.reason}"
-        return self.matched(graph, made if isinstance(made, Call) else call, **allowed)
-
-    def rewrite(self, graph: Canonical, match: Match, editor: Editor) -> fx.Node:
-        """Emit the fused call; readers of the memory of an in-place sum then read its value."""
-        writer: Any
-        for writer in match.nodes & graph.effects.writers:
-            for reader in _later_readers(graph, writer):
-                reader.replace_input_with(writer.args[0], writer)
-        return match.data.emit(graph, editor)
+        return self.matched(graph, made if isinstance(made, Call) else call)
 
 
 @once
@@ -118,7 +100,7 @@ def _read_sum(c: Canonical, key: Key, form: Add) -> Chain | Refusal | None:
             return None
         one = read_projection(c, value)
         if one is None and len(c.input_matrices) > 1:
-            one = read_projection(c, value, True)
+            one = read_projection(c, value, "inputs")
         if one is None:
             return None
         if one.second is not None:
@@ -162,15 +144,8 @@ def read_adapted(c: Canonical, key: Key) -> Chain | None:
     found = _read_sum(c, node, form)
     if not isinstance(found, Chain) or found.base is None:
         return read_projection(c, key)
-    if _sums_in_place(c, covered(c, node, found.operands)):
-        return read_projection(c, key)
     out_dims = views.compose(dims, found.out_dims)
     return None if out_dims is None else dataclasses.replace(found, out=key, out_dims=out_dims)
-
-
-def _sums_in_place(c: Canonical, nodes: frozenset[fx.Node]) -> list[fx.Node]:
-    """Return the sums among nodes that write to one of their operands."""
-    return [node for node in nodes & c.effects.writers if isinstance(c.forms.get(node), Add)]
 
 
 def _flatten(c: Canonical, form: Add, factor: float, into: list[Term]) -> None:
@@ -203,39 +178,3 @@ def _nested(c: Canonical, value: Key) -> tuple[Add, float] | None:
     if c.is_weight(form.a) or c.is_weight(form.b):
         return None
     return form, math.prod(numbers, start=1.0)
-
-
-def _later_readers(c: Canonical, node: fx.Node) -> list[fx.Node]:
-    """Return the nodes that read the old name of the memory that an in-place sum has written."""
-    target = node.args[0] if node.args else None
-    if node not in c.effects.writers or not isinstance(target, fx.Node):
-        return []
-    position = c.effects.position
-    return [u for u in target.users if position.get(u, -1) > position[node]]
-
-
-def _in_place(
-    c: Canonical,
-    final: fx.Node,
-    nodes: frozenset[fx.Node],
-    writers: list[fx.Node],
-    readers: list[fx.Node],
-) -> Refusal | None:
-    """Refuse sums in place if another node reads the memory that they write.
-
-    `readers` read that memory by its old name; they will read the result instead.
-    """
-    position = c.effects.position
-    for node in writers:
-        target = node.args[0] if node.args else None
-        why = Refusal("mutation", "the sum writes memory that others see", node)
-        if not isinstance(target, fx.Node) or isinstance(c.form(target), Leaf):
-            return why
-        own, allowed = c.effects.storages(target), readers if node is final else []
-        # Views made before the sum would show it; views of its result are harmless.
-        earlier = (other for other in c.graph.nodes if position[other] < position[node])
-        names = [other for other in earlier if c.effects.storages(other) & own]
-        late = {u for other in names for u in other.users if position[u] > position[node]}
-        if not nodes.issuperset(names) or late.difference(allowed):
-            return why
-    return None

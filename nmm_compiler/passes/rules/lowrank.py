@@ -111,7 +111,7 @@ class LowRank(Adapter):
     def read(self, graph: Canonical, key: Key, form: Any) -> Chain | Refusal | None:
         """Read the chain without a function between the products, one that sums over devices
         too."""
-        found: Chain | Refusal | None = read_chain(graph, key, form, False)
+        found: Chain | Refusal | None = read_chain(graph, key, form)
         if isinstance(found, Refusal) and found.code == "device":
             return self._over_ranks(graph, key, form) or found
         return found

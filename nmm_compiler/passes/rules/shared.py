@@ -137,7 +137,7 @@ def _readers(c: Canonical, twins: list[Key]) -> list[fx.Node]:
 
 def _chain_at(c: Canonical, user: fx.Node, firsts: list[Key]) -> Chain | None:
     walk, made = trace_end(c, user)
-    chain = read_chain(c, walk.key, made, False) if isinstance(made, Product) else None
+    chain = read_chain(c, walk.key, made) if isinstance(made, Product) else None
     if not isinstance(chain, Chain) or chain.first.key not in firsts:
         return None
     return ended(c, chain, walk, user)

@@ -1,0 +1,85 @@
+"""Names of written memory: what is read behind a write in place reads the write's result.
+
+    y.add_(b); f(y)                 ->  y2 = y.add_(b); f(y2)
+    y[:, :n] += b; f(y)             ->  y2 = y[:, :n].add_(b); f(y2)     where that is all of y
+    h = zeros(..); h[:] = v; f(h)   ->  f(v)
+
+So a sum in place is read as any other sum. `is_alone` says whether a write may go with the nodes
+that a call replaces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from torch import fx
+
+from nmm_compiler.passes.graph import views
+from nmm_compiler.passes.graph.canonical import Canonical, Leaf
+from nmm_compiler.passes.graph.effects import ANYTHING
+from nmm_compiler.passes.graph.torch_names import target_name
+
+_BUFFERS = ("zeros", "zeros_like", "new_zeros", "empty", "empty_like", "new_empty")
+
+
+def follow_writes(c: Canonical) -> bool:
+    """Let readers behind a write read what it returns, or what it has put into a buffer; return
+    whether any does."""
+    position, changed = c.effects.position, False
+    for node in sorted(c.effects.writers, key=position.__getitem__):
+        target: Any = node.args[0] if node.args else None
+        puts = target_name(node) == "setitem_"
+        made: Any = node.args[2] if puts else node
+        tensors = all(
+            isinstance(one, fx.Node) and c.tensor(one) is not None for one in (target, made)
+        )
+        if not tensors or isinstance(c.form(target), Leaf):
+            continue
+        if _memory(c, target) != _memory(c, made) and not (puts and _fills(c, node)):
+            continue
+        late = [user for user in target.users if position[user] > position[node]]
+        for user in late:
+            user.replace_input_with(target, made)
+        for gone in (node, target) if puts else ():
+            if not gone.users:
+                c.graph.erase_node(gone)
+        changed = changed or puts or bool(late)
+    return changed
+
+
+def _memory(c: Canonical, node: fx.Node) -> tuple[Any, ...]:
+    """Return what a tensor is like, and which memory it lies in."""
+    value = c.tensor(node)
+    assert value is not None
+    like = c.dtype(node), c.sizes(node), views.strides_of(value)
+    return like, views.as_size(value.storage_offset()), c.effects.storages(node)
+
+
+def _fills(c: Canonical, put: Any) -> bool:
+    """Return whether a value becomes all of a new buffer, which is like it, and nothing writes to
+    the memory of either behind that."""
+    buffer, place, value = put.args[:3]
+    if target_name(buffer) not in _BUFFERS or _memory(c, buffer)[0] != _memory(c, value)[0]:
+        return False
+    slices = place if isinstance(place, tuple) else (place,)
+    for one, size in zip(slices, c.sizes(buffer), strict=False):
+        whole = isinstance(one, slice) and one.start in (None, 0) and one.step in (None, 1)
+        if not whole or one.stop not in (None, size):
+            return False
+    position = c.effects.position
+    read_before = any(position[user] < position[put] for user in buffer.users)
+    touched = ANYTHING | c.effects.storages(buffer) | c.effects.storages(value)
+    behind = (one for one in c.effects.barriers if one.position > position[put])
+    return not read_before and not any(one.storages & touched for one in behind)
+
+
+def is_alone(c: Canonical, writer: fx.Node, nodes: Collection[fx.Node]) -> bool:
+    """Return whether the memory that a node writes has names among some nodes only, which nothing
+    reads behind it."""
+    position = c.effects.position
+    own = frozenset().union(*(b.storages for b in c.effects.barriers if b.node is writer))
+    earlier = (node for node in c.graph.nodes if position[node] < position[writer])
+    names = {node for node in earlier if c.effects.storages(node) & own}
+    late = any(position[user] > position[writer] for node in names for user in node.users)
+    return bool(names) and names.issubset(nodes) and not late
