@@ -178,7 +178,7 @@ def test_only_whole_blocks_can_loop():
     looped = on_device(spec, plain, get("trn2"))
     turns = looped.loop_turns(spec.layer)
     assert [(times, block.m) for times, block in turns] == [(2, 512), (1, 276)]
-    with pytest.raises(SpecError, match="m_loop needs .* 2 blocks of 1024 tokens"):
+    with pytest.raises(SpecError, match=r"m_loop needs .* 2 blocks of 1024 tokens"):
         dataclasses.replace(looped, m_block=1024).check(spec, get("trn2"))
     large = on_device(spec, dataclasses.replace(plain, m_block=1408), get("trn2"))
     assert large.m_block == 640, "half of it, in whole tiles"
