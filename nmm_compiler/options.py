@@ -431,14 +431,3 @@ def remote_cache() -> str | None:
             "NMM_REMOTE_CACHE", given, f"a URL such as s3://bucket/path or a directory ({error})"
         ) from None
     return given
-
-
-def drop_bad_terminal_sizes() -> None:
-    """Forget sizes of the terminal that are no whole number from 1 to 9999.
-
-    The libraries that draw tables and help read these, and raise for some of the others.
-    """
-    for name in ("COLUMNS", "LINES", "TERMINAL_WIDTH"):
-        value = os.environ.get(name)
-        if value is not None and not re.fullmatch(r"[1-9][0-9]{0,3}", value):
-            del os.environ[name]

@@ -64,7 +64,6 @@ RAISING = {
     "syntax": "def f(:\n",
     "deep": "def model():\n    return model()\n\n\ndef add(b):\n    return add(b)\n",
     "odd": "class Odd(BaseException):\n    pass\n\n\nraise Odd(b'\\xff')\n",
-    "mute": "import sys\n\n\ndef add(kernel, b):\n    sys.stdout.close()\n\n\nmodel = add\n",
 }
 OTHER = """{"executor": "neuron", "target": "trn2", "verdicts": [{"rung": [], "verdict": "failed"}],
 "base": "trn2", "numbers": {"tensor_clock_hz": [1%s, "x"]}}""" % ("0" * 400)

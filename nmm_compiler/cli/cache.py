@@ -21,6 +21,7 @@ from nmm_compiler.cache.key import Key, short
 from nmm_compiler.cache.store import Store
 from nmm_compiler.cli import models, values
 from nmm_compiler.errors import CacheError, NmmError, UnknownNameError, user_file_error
+from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.lowrank_models.progress import steps
 from nmm_compiler.options import LADDER, Options, cache_dir
 from nmm_compiler.outputs import read_json, write_text
@@ -42,6 +43,7 @@ def list_(
             autocompletion=values.entries,
         ),
     ] = None,
+    as_json: values.Json = False,
 ) -> values.Answer:
     """List the kernels, most recently used first, and count the predicted times.
 
@@ -127,6 +129,7 @@ def _of_all(store: Store, infos: Sequence[Info]) -> list[Part]:
 
 def verify(
     quick: Annotated[bool, typer.Option("--quick", help="sha256 only, build nothing")] = False,
+    as_json: values.Json = False,
 ) -> values.Answer:
     """Build every kernel again and compare the bytes; ends with 1 when something differs.
 
@@ -152,7 +155,8 @@ def clear(
         ),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="do not ask")] = False,
-) -> None:
+    as_json: values.Json = False,
+) -> values.Answer:
     """Delete every entry, or with --keep the damaged and the least recently used ones.
 
     Example: nmm cache clear --keep 100000000
@@ -160,8 +164,9 @@ def clear(
     store = open_store()
     if keep is None and not yes:
         typer.confirm(f"delete every entry of {store.directory}?", abort=True)
-    gone = len(store.prune(keep or 0))
-    values.show(f"{counted(gone, 'entry', 'entries')} deleted, {len(list(store.entries()))} left")
+    gone, left = len(store.prune(keep or 0)), len(list(store.entries()))
+    said = f"{counted(gone, 'entry', 'entries')} deleted, {left} left"
+    return values.Answer({"deleted": gone, "left": left}, [said])
 
 
 def open_store(mode: str | None = None) -> Store:
@@ -176,25 +181,22 @@ def open_store(mode: str | None = None) -> Store:
 
 def _rebuild(entry: Entry) -> dict[str, str] | None:
     """Build the kernel of an entry again, without a cache; None when another version made it."""
-    from nmm_compiler.codegen.build import SOURCE_FILE, build_kernel, kernel_key
-    from nmm_compiler.kernels import FAMILIES
-    from nmm_compiler.targets import get
+    from nmm_compiler.codegen.build import SOURCE_FILE, asked, build_kernel
+    from nmm_compiler.codegen.build_many import request_of
 
     key = entry.key.to_dict()
     try:
-        family = FAMILIES[key["family"]]
-        spec = family.spec_class.from_dict(key["spec"])
-        fixed = isinstance(key["schedule"], dict)
-        schedule = family.schedule_class.from_dict(key["schedule"]) if fixed else None
-        budget, dialect = int(key["instruction_budget"]), str(key["dialect"])
-        asked = (spec, get(key["target"]), schedule)
-        now = kernel_key(*asked, budget, dialect)
+        spec, target, _ = request_of(key)
+        kind = FAMILIES[spec.family].schedule_class
+        schedule = None if key["schedule"] == "chosen" else kind.from_dict(key["schedule"])
+        named = {name: key[name] for name in ("instruction_budget", "dialect")}
+        options = Options(cache="off", **named)
+        now = asked(spec, target, schedule, options=options).key
     except (KeyError, TypeError, NmmError):
         return None  # families, fields and targets that this version does not have
     if now != entry.key:
         return None
-    options = Options(cache="off", instruction_budget=budget)
-    return {SOURCE_FILE: build_kernel(*asked, dialect=dialect, options=options).source}
+    return {SOURCE_FILE: build_kernel(spec, target, schedule, options=options).source}
 
 
 def _size(count: int) -> str:
@@ -245,6 +247,7 @@ def build(
     push: Annotated[
         bool, typer.Option("--push", help="then send all entries to NMM_REMOTE_CACHE")
     ] = False,
+    as_json: values.Json = False,
 ) -> values.Answer:
     """Build every kernel that a model launches into the cache; what is there is left alone.
 
@@ -333,16 +336,13 @@ def _of_file(path: Path, targets: Sequence[str]) -> list[tuple[KernelSpec, str]]
     """Return the kernels of a file that `--list` wrote; FileError for a line that is none."""
     from nmm_compiler.codegen.build_many import request_of
 
-    kernels: dict[tuple[KernelSpec, str], None] = {}
+    kernels: list[tuple[KernelSpec, str]] = []
     line = 0
     try:
         for line, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):  # noqa: B007
-            if text.strip():
-                row = json.loads(text)
-                spec, named, _ = request_of(row)
-                kernels |= {(spec, one): None for one in ([named] if "target" in row else targets)}
+            row = json.loads(text)
+            spec, named, _ = request_of(row)
+            kernels += [(spec, one) for one in ([named] if "target" in row else targets)]
     except (ValueError, RecursionError, NmmError) as error:
         raise user_file_error(str(path), "each line is one kernel", error, line) from error
-    if not kernels:
-        raise user_file_error(str(path), "each line is one kernel", ValueError("it is empty"))
-    return list(kernels)
+    return list(dict.fromkeys(kernels))

@@ -37,6 +37,7 @@ def demo(
         str | None, typer.Option(metavar="FORM", help="of the weights; default: the best one")
     ] = None,
     target: values.Target = "trn2",
+    as_json: values.Json = False,
 ) -> values.Answer:
     """Compress a real model, prove its kernels, and show what is gained and what is lost.
 

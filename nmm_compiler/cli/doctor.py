@@ -44,6 +44,7 @@ def doctor(
             "--out", "-o", help_="of --device: the verdicts; of --fit: the target, a .json"
         ),
     ] = None,
+    as_json: values.Json = False,
 ) -> values.Answer:
     """Print versions, targets, the cache directory and the Neuron packages found.
 

@@ -1,39 +1,56 @@
 """NKI kernels: `nmm kernel` writes one; `nmm simulate` runs a file for its results, `nmm profile`
 for its time, `nmm lint` checks it.
 
-Every field of a family's spec is an option of `nmm kernel`: the record is the only list of them. A
-file is executed as Python (not by lint). The commands on files run in a process of their own whose
-time and memory are limited (`commands.py`, `limited.py`).
+Every field of a family's spec is an option of `nmm kernel`: the record is the only list of them.
+The arguments of a file's kernel are `--arg NAME=VALUE`; a user's function says the right outputs
+(`--reference FILE:fn`). A file is executed as Python (not by lint). The commands on files run in a
+process of their own whose time and memory are limited (`commands.py`, `limited.py`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+import io
 import itertools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import ml_dtypes
+import numpy as np
 import typer
 
 from nmm_compiler.cli import values
-from nmm_compiler.errors import SpecError, UnknownNameError
+from nmm_compiler.cli.models import attribute_of, foreign
+from nmm_compiler.codegen.check_against_float64 import Proof, compare
+from nmm_compiler.errors import ShapeError, SpecError, UnknownNameError, user_file_error
+from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.nki_api.lint import API_VERSION, VERSIONS, lint_file
+from nmm_compiler.outputs import write
+from nmm_compiler.report.headline import not_told
 from nmm_compiler.report.page import write_page
-from nmm_compiler.report.parts import Code, Line, Section
+from nmm_compiler.report.parts import Code, Grid, Line, Part, Section
 from nmm_compiler.report.text import counted
+from nmm_compiler.simulator.loading.loader import load_file
+from nmm_compiler.simulator.run import ArraySpec
+from nmm_compiler.simulator.run import simulate as run_file
+from nmm_compiler.simulator.tensors import dtypes
+from nmm_compiler.simulator.timing.causes import statement
+from nmm_compiler.simulator.timing.profile import Profile, write_trace
 
 _FIXED = {"variant", "family"}
-
-
-def families_help() -> tuple[str, str]:
-    """Return what the help says of the argument, and the fields of each family."""
-    from nmm_compiler.kernels import FAMILIES
-
-    lists = (f"{name}: {', '.join(map(_flag, _fields(name)))}" for name in FAMILIES)
-    epilog = "\n\n".join(("Options of each family, the fields of its spec:", *lists))
-    return ", ".join(FAMILIES), epilog
+_LARGEST_ARRAY_BYTES = 1 << 40
+_SHORT_NAMES = {
+    "bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16",
+    "fp32": "float32", "f32": "float32", "fp8": "float8_e4m3",
+}  # fmt: skip
+_NARROWER = {"float64": "float32", "int64": "int32"}
+"""What stands for types that NKI lacks."""
+_ROWS = 12
+_FIGURES = ("latency", "roofline", "mfu", "mbu", "SBUF", "PSUM", "instructions")
+"""Of those of a profile, the ones that profiles are compared by."""
 
 
 def kernel(
@@ -55,6 +72,7 @@ def kernel(
     schedules: Annotated[
         bool, typer.Option("--schedules", help="print the chosen schedule and runners-up")
     ] = False,
+    as_json: values.Json = False,
 ) -> values.Answer:
     """Write the NKI kernel of one shape; print where it is, its schedule and predicted profile.
 
@@ -123,8 +141,6 @@ def _of_linear(family: str, words: Sequence[str]) -> str:
 
 
 def _fields(family: str) -> dict[str, inspect.Parameter]:
-    from nmm_compiler.kernels import FAMILIES
-
     fields = inspect.signature(FAMILIES[family].spec_class).parameters
     return {name: field for name, field in fields.items() if name not in _FIXED}
 
@@ -133,10 +149,15 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+OPTIONS = "\n\n".join(
+    ("Options of each family, the fields of its spec:",
+     *(f"{family}: {', '.join(map(_flag, _fields(family)))}" for family in FAMILIES))
+)  # fmt: skip
+"""What the help of `nmm kernel` ends with."""
+
+
 def make_spec(family: str, words: Sequence[str]) -> Any:
     """Return the family's spec from its fields as options; raise for unknown and missing ones."""
-    from nmm_compiler.kernels import FAMILIES
-
     fields = _fields(family)
     given: dict[str, Any] = {}
     for name, value in _options(words):
@@ -191,6 +212,9 @@ def simulate(
     save_to: Annotated[
         Path | None, values.output_option("--save", help_="write the outputs here, as .npz")
     ] = None,
+    time_limit: values.TimeLimit = 15,
+    memory_limit: values.MemoryLimit = 4,
+    as_json: values.Json = False,
 ) -> values.Answer:
     """Run FILE.py:kernel in the simulator and print outputs, profile and warnings.
 
@@ -201,21 +225,20 @@ def simulate(
     Example: nmm simulate add.py:add_kernel --arg a=128x512:bf16 --arg b=@b.npy
     --reference add.py:add_in_numpy --save out.npz
     """
-    from nmm_compiler.cli import kernel_runs as runs
-
-    arguments = runs.arguments_of(arg or [], 0, data=True)
-    wanted = None if reference is None else runs.reference_of(reference, arguments)
-    result = runs.run(kernel, arguments, target, grid)
-    agreements = []
+    arguments = arguments_of(arg or [], data=True)
+    wanted = None if reference is None else reference_of(reference, arguments)
+    result = _run(kernel, arguments, target, grid)
+    shown, proof = [result.overview()], None
     if wanted is not None:
-        arrays = [v for v in arguments.values() if hasattr(v, "dtype")]
-        agreements = runs.compare(result.outputs, wanted, arrays)
-    shown = [result.overview(), *map(runs.said, agreements)]
+        inputs = [v for v in arguments.values() if hasattr(v, "dtype")]
+        proof = compared(kernel, result.outputs, wanted, inputs)
+        shown.append(f"compared with {reference}: {proof}")
     if save_to is not None:
-        runs.save(save_to, result.outputs)
+        save(save_to, result.outputs)
         shown.append(f"outputs: {save_to}")
-    passed = all(one["passed"] for one in agreements)
-    return values.Answer(result.to_dict() | {"reference": agreements}, shown, passed)
+    checked = None if proof is None else proof.to_dict()
+    passed = proof is None or proof.passed
+    return values.Answer(result.to_dict() | {"reference": checked}, shown, passed)
 
 
 def profile(
@@ -225,6 +248,9 @@ def profile(
     grid: values.Grid = 1,
     html: values.Html = None,
     trace: values.Trace = None,
+    time_limit: values.TimeLimit = 60,
+    memory_limit: values.MemoryLimit = 4,
+    as_json: values.Json = False,
 ) -> values.Answer:
     """Say where the time of FILE.py:kernel goes: by engine, source line and instruction.
 
@@ -238,9 +264,6 @@ def profile(
     Example: nmm profile add.py:add_kernel --arg a=128x4096:bf16 --arg b=128x4096:bf16
     --arg block=128,512,2048
     """
-    from nmm_compiler.cli import kernel_runs
-    from nmm_compiler.simulator.timing.profile import write_trace
-
     runs = [
         (" ".join(filter(None, (name if len(kernels) > 1 else "", label))), name, texts)
         for name in kernels
@@ -249,12 +272,12 @@ def profile(
 
     profiles: dict[str, Any] = {}
     for label, name, texts in runs:
-        shapes = kernel_runs.arguments_of(texts, 0, data=False)
-        profiles[label] = kernel_runs.run(name, shapes, target, grid, mode="timing").profile
+        shapes = arguments_of(texts, data=False)
+        profiles[label] = _run(name, shapes, target, grid, mode="timing").profile
     first, *others = profiles.values()
     data: Any = {label: one.to_dict() | one.where() for label, one in profiles.items()}
     if others:
-        parts = page = kernel_runs.comparison_parts(profiles)
+        parts = page = comparison_parts(profiles)
     else:
         ranked = first.advice()
         parts, page = first.parts(ranked), first.page_parts(ranked)
@@ -285,6 +308,180 @@ def variants(texts: list[str]) -> list[tuple[str, list[str]]]:
     ]
 
 
+def _run(kernel: str, arguments: dict[str, Any], target: str, grid: int, **more: Any) -> Any:
+    more |= {"target": target, "grid": grid, "max_instructions": values.MOST}
+    return run_file(kernel, named=arguments, **more)
+
+
+def arguments_of(texts: list[str], *, data: bool) -> dict[str, Any]:
+    """Return the kernel's arguments by name; without data an array is its shape and dtype."""
+    arguments: dict[str, Any] = {}
+    for i, text in enumerate(texts):
+        name, value = parse_argument(text, i, data=data)
+        if name in arguments:
+            raise ShapeError(f"--arg {text!r}: {name!r} is given twice; leave one out")
+        arguments[name] = value
+    return arguments
+
+
+def parse_argument(text: str, seed: int, *, data: bool = True) -> tuple[str, Any]:
+    """Return (name, value) of `x=128x512:bfloat16` (a random array), `x=@x.npy`, `n=8`, `op=add`.
+
+    Raises ShapeError for a text that is none of these, FileError for a file that is no array.
+    """
+    name, equals, value = text.partition("=")
+    if not (name and equals and value):
+        raise ShapeError(
+            f"--arg {text!r} is not NAME=SHAPE:DTYPE, NAME=@FILE.npy or NAME=VALUE, "
+            "e.g. x=128x512:float32"
+        )
+    if value.startswith("@"):
+        return name, _of_file(value[1:], data)
+    shape_text, colon, dtype_text = value.partition(":")
+    if not colon:
+        return name, values.literal(value)
+    return name, _random(text, shape_text, _SHORT_NAMES.get(dtype_text, dtype_text), seed, data)
+
+
+def _random(text: str, shape_text: str, dtype_text: str, seed: int, data: bool) -> Any:
+    sizes = shape_text.lower().split("x")
+    if not all(size.isdecimal() and len(size) < 20 and int(size) > 0 for size in sizes):
+        raise ShapeError(f"--arg {text!r}: shape {shape_text!r} is not like 128x512")
+    kind = dtypes.ALL.get(dtype_text)
+    allowed = {str(d) for d in dtypes.ALL.values() if d.kind != "packed"} - {"tfloat32"}
+    if kind is None or kind not in allowed:
+        raise UnknownNameError(f"dtype of --arg {text!r}:", dtype_text, sorted(allowed))
+    shape = tuple(map(int, sizes))
+    if not data:
+        return ArraySpec(shape, kind)
+    if math.prod(shape) * 4 > _LARGEST_ARRAY_BYTES:
+        raise ShapeError(f"--arg {text!r}: more than a TiB; nmm profile needs no data")
+    generator = np.random.default_rng(seed)
+    if kind.kind in ("bool", "int"):
+        return generator.integers(0, 2 if kind.kind == "bool" else 100, shape).astype(kind.numpy)
+    return generator.standard_normal(shape, dtype=np.float32).astype(kind.numpy)
+
+
+def _of_file(name: str, data: bool) -> Any:
+    """Return the array of FILE.npy or FILE.npy:DTYPE; without data its shape and dtype.
+
+    float64 and int64, which NKI lacks, become float32 and int32.
+    """
+    path, _, dtype = name.rpartition(":")
+    kind = dtypes.ALL.get(_SHORT_NAMES.get(dtype, dtype)) if path else None
+    path = path if kind is not None else name
+    try:
+        array: np.ndarray = np.lib.format.open_memmap(path, mode="r")
+        narrower = _NARROWER.get(array.dtype.name, array.dtype)
+        wanted = np.dtype(narrower if kind is None else kind.numpy)
+        # np.save writes bfloat16 as bytes of no type
+        array = array.view(wanted) if array.dtype.kind == "V" else array.astype(wanted)
+    except (OSError, ValueError, TypeError) as error:
+        raise user_file_error(path, "--arg takes a .npy file", error) from error
+    return array if data else ArraySpec(array.shape, array.dtype)
+
+
+def save(path: Path, outputs: tuple[np.ndarray, ...]) -> None:
+    """Write outputs to an .npz as out0, out1, ...; types that NumPy lacks become float32."""
+    plain = [one.astype(np.float32) if one.dtype.kind == "V" else one for one in outputs]
+    arrays: Any = {f"out{i}": array for i, array in enumerate(plain)}
+    archive = io.BytesIO()  # a zip file needs to know its place, which a device does not tell
+    np.savez(archive, **arrays)
+    write(path, lambda file: file.write(archive.getbuffer()))
+
+
+def tolerance(arrays: Sequence[np.ndarray]) -> float:
+    """Return eps of the coarsest type plus that of float32 times sqrt of the longest dimension.
+
+    A sum of K products of independent rounding errors is off by about eps sqrt(K); the longest
+    dimension is the longest sum that a kernel can make of its inputs.
+    """
+    coarsest = [float(ml_dtypes.finfo(a.dtype).eps) for a in arrays if a.dtype.kind in "fV"]
+    longest = max((size for array in arrays for size in array.shape), default=1)
+    return max(coarsest) + float(np.finfo(np.float32).eps) * math.sqrt(longest) if coarsest else 0.0
+
+
+def reference_of(name: str, arguments: Mapping[str, Any]) -> tuple[np.ndarray, ...]:
+    """Return what FILE.py:function gives for the kernel's arguments.
+
+    It is called by name if it has parameters of these names, else with the arrays in order. Raises
+    FileError for what it raises.
+    """
+    file, colon, function = name.rpartition(":")
+    if not (colon and file.endswith(".py")):
+        raise UnknownNameError("reference", name, ["FILE.py:function"])
+    # stand-ins: it may be in the kernel's file
+    called = attribute_of(file, function, lambda path: vars(load_file(Path(path))))
+    copies = {k: v.copy() if isinstance(v, np.ndarray) else v for k, v in arguments.items()}
+    arrays = [v for v in copies.values() if isinstance(v, np.ndarray)]
+    with foreign(file, f"{function}() raised"):
+        by_name = set(copies) <= set(inspect.signature(called).parameters)
+        result = called(**copies) if by_name else called(*arrays)
+        several = result if isinstance(result, (tuple, list)) else (result,)
+        return tuple(np.asarray(one, dtype=np.float64) for one in several)
+
+
+def compared(
+    kernel: str, outputs: Sequence[np.ndarray], wanted: Sequence[np.ndarray],
+    inputs: Sequence[np.ndarray],
+) -> Proof:  # fmt: skip
+    """Return how outputs compare with the reference, under a share of its largest value.
+
+    Raises ShapeError where shapes differ.
+    """
+    shapes, right = ([one.shape for one in arrays] for arrays in (outputs, wanted))
+    if shapes != right:
+        raise ShapeError(
+            f"outputs of {kernel} have shapes {shapes}, those of the reference {right}"
+        )
+    rtol = tolerance((*outputs, *inputs))
+    bounds = tuple(rtol * float(np.abs(one).max(initial=0)) for one in wanted)
+    return compare(kernel, tuple(outputs), tuple(wanted), bounds)
+
+
+def comparison_parts(found: Mapping[str, Profile]) -> list[Part]:
+    """Return the comparison of named profiles with the first of them."""
+    first, *_ = found.values()
+    best = min(found, key=lambda name: found[name].latency_us)
+    gain = first.latency_us / found[best].latency_us
+    error = max(found[best].error_band.mean, first.error_band.mean)
+    headline = f"fastest: {best}, {found[best].latency_us:.2f} us simulated on {first.target}, "
+    if found[best] is not first:
+        headline += not_told(gain, error, "the first")
+    lines = {
+        name: {
+            f"{one.line:>4} {statement(one.file, one.line) or one.name}": one.path_us
+            for one in profile.by_line()
+        }
+        for name, profile in found.items()
+    }
+    operations = {
+        name: {f"{one.name} on {one.engine}": one.path_us for one in profile.by_instruction()}
+        for name, profile in found.items()
+    }
+    figures: dict[str, dict[str, Any]] = {
+        name: {figure: value for figure, value, _ in one.figures().rows}
+        for name, one in found.items()
+    }
+    rows = [(*map(figures[name].__getitem__, _FIGURES), name) for name in found]
+    return [
+        Line(f"{headline}{gain:.2f} times as fast as the first", "headline"),
+        Grid.of((*_FIGURES, "kernel"), rows, right=_FIGURES),
+        Section("critical us of each source line", (_differences(lines, "source line"),)),
+        Section("critical us of each instruction", (_differences(operations, "what"),)),
+    ]
+
+
+def _differences(found: Mapping[str, Mapping[str, float]], what: str) -> Grid:
+    """Return the rows that differ most."""
+    texts = dict.fromkeys(text for each in found.values() for text in each)
+    rows = [([each.get(text, 0.0) for each in found.values()], text) for text in texts]
+    rows.sort(key=lambda row: min(row[0]) - max(row[0]))
+    shown = [(*(f"{us:.2f}" for us in each), text) for each, text in rows[:_ROWS]]
+    head = tuple(name.rpartition("/")[2] for name in found)
+    return Grid.of((*head, what), shown, right=head)
+
+
 def lint(
     files: Annotated[list[Path], typer.Argument(help="kernel files", metavar="FILE.py...")],
     nki: Annotated[
@@ -296,6 +493,9 @@ def lint(
         ),
     ] = API_VERSION,
     strict: Annotated[bool, typer.Option(help="count warnings as errors")] = False,
+    time_limit: values.TimeLimit = 60,
+    memory_limit: values.MemoryLimit = 2,
+    as_json: values.Json = False,
 ) -> values.Answer:
     """Check kernel files against the documented NKI API and the Python its compiler accepts.
 

@@ -20,10 +20,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from nmm_compiler.cli.endings import ending
-from nmm_compiler.errors import FileError, WorkerError
+from nmm_compiler.errors import WorkerError
 
 _GIB = 1 << 30
-_LONGEST_SECONDS = 1e6
 _LARGEST_ANSWER_BYTES = 1 << 20
 
 
@@ -37,27 +36,21 @@ def run_limited(
     here (Linux; macOS does not enforce it). Import what the work needs before: that counts neither.
     Raises WorkerError when the child ran too long, or ended in any other way.
     """
-    if not (seconds > 0 and gigabytes > 0):
-        raise WorkerError(
-            f"--time-limit={seconds:g} and --memory-limit={gigabytes:g} must be above 0"
-        )
     sys.stdout.flush()
     sys.stderr.flush()
     here, there = multiprocessing.Pipe(duplex=False)
     child = multiprocessing.get_context("fork").Process(
-        target=_answer, args=(work, there, what, gigabytes)
+        target=_answer, args=(work, there, gigabytes)
     )
     child.start()
     there.close()
-    answer, in_time = b"", False
+    answer = b""
     try:
-        in_time = here.poll(min(seconds, _LONGEST_SECONDS))
-        answer = here.recv_bytes(_LARGEST_ANSWER_BYTES) if in_time else b""
-    except (EOFError, OSError):
-        in_time = True
+        in_time = here.poll(seconds)
+        with contextlib.suppress(EOFError, OSError):  # of a child that closed its pipe, or ended
+            answer = here.recv_bytes(_LARGEST_ANSWER_BYTES) if in_time else b""
     finally:
-        here.close()
-        child.join(1 if in_time else 0)  # it ends by itself where it answered or closed its pipe
+        child.join(1)  # it ends by itself where it answered or closed its pipe
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(child.pid or 0, signal.SIGKILL)  # with what the child has started
         child.kill()
@@ -67,41 +60,29 @@ def run_limited(
             f"{what} ran longer than --time-limit={seconds:g} seconds; is a loop endless? "
             "Otherwise raise --time-limit"
         )
-    with contextlib.suppress(ValueError, TypeError):
-        code, said = json.loads(answer)
-        return code, "".join(c if c.isprintable() or c == "\n" else "?" for c in said)
-    ended = child.exitcode or 0
-    how = f"left it with exit code {ended}"
-    if ended == -signal.SIGKILL:
-        how = "lost the way to answer, or the system killed it for want of memory"
-    elif ended < 0:
-        how = f"crashed it with {signal.Signals(-ended).name}"
-    raise WorkerError(
-        f"{what} ended the process that worked on it: it {how}; its output is not whole"
-    )
+    if not answer:
+        ended = child.exitcode or 0
+        how = f"exit code {ended}" if ended >= 0 else f"signal {signal.Signals(-ended).name}"
+        raise WorkerError(
+            f"{what} ended the process that worked on it, with {how}; its output is not whole. "
+            "SIGKILL may mean want of memory"
+        )
+    code, said = json.loads(answer)
+    return code, "".join(c if c.isprintable() or c == "\n" else "?" for c in said)
 
 
-def _answer(work: Callable[[], int], there: Connection, what: str, gigabytes: float) -> None:
+def _answer(work: Callable[[], int], there: Connection, gigabytes: float) -> None:
     """Run in the child: do the work, send the exit code and the line for the user."""
     os.setsid()
-    _limit(resource.RLIMIT_CORE, 0)
     before = resource.getrlimit(resource.RLIMIT_AS)
-    mapped = 0  # bytes of address space that this process has, where that is known
-    with contextlib.suppress(OSError, ValueError, IndexError):
+    if sys.platform == "linux" and before[1] == resource.RLIM_INFINITY:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-        mapped = pages * resource.getpagesize()
+        most = pages * resource.getpagesize() + int(gigabytes * _GIB)
+        resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
     try:
-        _limit(resource.RLIMIT_AS, mapped + int(min(gigabytes, 1 << 20) * _GIB))
         ended = work(), ""
-    except KeyboardInterrupt as error:  # the file's own: Ctrl-C does not reach this session
-        ended = ending(FileError(f"{what} raised KeyboardInterrupt: {error}"))
     except BaseException as error:  # the file's own classes too; `ending` says what to print
         resource.setrlimit(resource.RLIMIT_AS, before)
         ended = ending(error)
     with contextlib.suppress(OSError):  # the file has closed the pipe, which the parent sees
         there.send_bytes(json.dumps(ended).encode())
-
-
-def _limit(which: int, most: int) -> None:
-    hard = resource.getrlimit(which)[1]
-    resource.setrlimit(which, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))

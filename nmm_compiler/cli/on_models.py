@@ -58,6 +58,7 @@ def explain(
         Path | None,
         values.output_option(help_="write a script that rewrites the first match and checks it"),
     ] = None,
+    as_json: values.Json = False,
 ) -> values.Answer:
     """Dry run of the passes over every graph of a model; nothing is compiled.
 
@@ -200,6 +201,7 @@ def plan(
         values.input_option("how often each expert was chosen: a JSON list of counts"),
     ] = None,
     html: values.Html = None,
+    as_json: values.Json = False,
 ) -> values.Answer:
     """Predict a model's latency in each form of its weights, without weights or a device.
 
@@ -269,6 +271,7 @@ def export(
     ] = "args",
     tokens: values.Tokens = 64,
     target: values.Target = "trn2",
+    as_json: values.Json = False,
 ) -> values.Answer:
     """Rewrite a model and write it as MLIR, with a manifest and the NKI source of each kernel.
 
@@ -345,6 +348,7 @@ def compress(
         typer.Option("--recover", min=0, help="steps of fine-tuning against the original"),
     ] = 0,
     target: values.Target = "trn2",
+    as_json: values.Json = False,
 ) -> values.Answer:
     """Factorize a model's linear layers and save it for from_pretrained.
 

@@ -8,7 +8,6 @@ wrapped text, or as JSON for scripts.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import json
 import os
 import pkgutil
@@ -89,10 +88,8 @@ def size(value: str | int) -> int:
 def literal(text: str) -> Any:
     """Return what a word stands for: True, False or None in any case, a number, else the word."""
     named = {"true": True, "false": False, "none": None}
-    if text.lower() in named:
-        return named[text.lower()]
-    for convert in (int, float):
-        with contextlib.suppress(ValueError):
+    for convert in (lambda _: named[text.lower()], int, float):
+        with contextlib.suppress(KeyError, ValueError):
             return convert(text)
     return text
 
@@ -111,8 +108,7 @@ def output_file(value: str | Path) -> Path:
 
 def _names(word: str, path: Path) -> bool:
     """Return whether a word names a file: FILE, -oFILE, --out=FILE, NAME=@FILE, FILE:function."""
-    short = [word[2:]] if word[:1] == "-" else []
-    for part in (word, *short, *re.split("[=:@]+", word)):
+    for part in (word, *re.split(r"[=:@]+|^-\w", word)):
         with contextlib.suppress(OSError, ValueError):
             if os.path.samefile(part, path):
                 return True
@@ -169,12 +165,6 @@ def entries() -> list[str]:
     return [info.digest[:12] for info in Store.open().entries()]
 
 
-def _keyword(name: str, default: float, option: Any) -> inspect.Parameter:
-    """Return an option as a parameter that `commands` adds to a function."""
-    kind, type_ = inspect.Parameter.KEYWORD_ONLY, Annotated[type(default), option]
-    return inspect.Parameter(name, kind, default=default, annotation=type_)
-
-
 Family = Annotated[
     str,
     choice_option("kernel family", "nmm_compiler.kernels:FAMILIES", "see `nmm kernel --help`",
@@ -190,13 +180,9 @@ Tokens = Annotated[int, option(size, "SIZE", "tokens of the example input")]
 Include = Annotated[list[str] | None, typer.Option(help="only layers like mlp, q_proj")]
 Exclude = Annotated[list[str] | None, typer.Option(help="never these layers")]
 Html = Annotated[Path | None, output_option("--html", help_="write the report here, one HTML file")]
-JSON = _keyword("as_json", False, typer.Option("--json", help="print JSON, for scripts"))
-"""The option of every command that returns an Answer."""
-LIMITS = [
-    _keyword("time_limit", 0.0, typer.Option(help="seconds that the run may take", min=0)),
-    _keyword("memory_limit", 0.0, typer.Option(help="GiB that the run may add", min=0)),
-]
-"""The options of every command that works on a user's files, each with a default of its own."""
+Json = Annotated[bool, typer.Option("--json", help="print JSON, for scripts")]
+TimeLimit = Annotated[float, typer.Option(help="seconds that the run may take", min=0.01, max=1e6)]
+MemoryLimit = Annotated[float, typer.Option(help="GiB that the run may add", min=0.01, max=1e6)]
 Grid = Annotated[int, typer.Option(min=1, max=2, help="programs: 1, or 2 for LNC=2")]
 Trace = Annotated[Path | None, output_option(help_="write a Chrome/Perfetto trace here")]
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from nmm_compiler.cli.kernel_runs import arguments_of
+from nmm_compiler.cli.kernels import arguments_of
 from nmm_compiler.cli.limited import run_limited
 from nmm_compiler.errors import InternalFaultError, ShapeError, WorkerError
 from nmm_compiler.nki_api.lint import lint_source
@@ -51,12 +51,9 @@ def test_what_ends_well_prints_and_gives_its_code(capfd):
     ("work", "limit", "shown"),
     [
         (forever, {"seconds": 0.2}, "k.py ran longer than --time-limit=0.2 seconds"),
-        (forever, {"seconds": 0}, "must be above 0"),
-        (forever, {"seconds": -1.0}, "must be above 0"),
-        (forever, {"seconds": float("nan")}, "must be above 0"),
         (lambda: os._exit(3), {}, "exit code 3"),
         (lambda: os.kill(os.getpid(), signal.SIGTERM), {}, "SIGTERM"),
-        (lambda: os.kill(os.getpid(), signal.SIGKILL), {}, "for want of memory"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), {}, "want of memory"),
         (lambda: os.closerange(3, 4096), {}, "ended the process"),
     ],
 )
@@ -72,7 +69,7 @@ def test_an_ended_process_is_one_error(work, limit, shown):
     [
         (refuse, 2, r"^error: no \?\[2J shape \?$"),
         (fill, 2, "^error: out of memory.* --memory-limit"),
-        (lambda: 1 / 0, 2, "raised ZeroDivisionError: division by zero at .*test_limits.py"),
+        (lambda: 1 / 0, 70, "ZeroDivisionError: division by zero at .*test_limits.py"),
         (blame, 70, "^error: a fault of ours$"),
         (lambda: json.loads("{"), 70, "nmm itself failed: JSONDecodeError.*report it"),
     ],
@@ -95,7 +92,7 @@ def test_deep_nesting_is_one_finding(before, again, after):
 
 
 def test_timing_mode_makes_no_data():
-    (array,) = arguments_of(["a=99999999x99999999:float32"], 0, data=False).values()
+    (array,) = arguments_of(["a=99999999x99999999:float32"], data=False).values()
     assert array.shape == (99999999, 99999999)
 
 
@@ -126,7 +123,6 @@ BODIES = [
     ),
     ("import os; os.execv('/bin/true', ['true'])", "exit code 0"),
     ("raise GeneratorExit", "GeneratorExit"),
-    ("raise type('E', (Exception,), {'__str__': lambda s: 1 / 0})()", "ZeroDivisionError"),
     ("raise ValueError('a\\nb\\n' * 100)", "ValueError"),
     ("raise ValueError('\\x1b[2J\\x1b]0;gone\\x07')", "ValueError"),
     ("raise ValueError('\\ud800')", "ValueError"),
@@ -177,7 +173,6 @@ def test_a_hostile_file_is_refused_and_linted_unread(tmp_path, nmm, text, found)
         ("return nl.ndarray((256, 4), dtype=a.dtype, buffer=nl.sbuf)", 1),
         ("return 1 / 0", 1),
         ("raise SystemExit(5)", 1),
-        ("raise KeyboardInterrupt", 2),
         ("return a.no_such_name", 1),
         ("while True: nl.ndarray((1, 4), dtype=a.dtype, buffer=nl.sbuf)", 2),  # past a limit
     ],
@@ -191,5 +186,7 @@ def test_an_error_in_a_kernel_ends_with_1(command, body, code, tmp_path, nmm):
 
 def test_other_errors_of_a_kernel_end_with_2(tmp_path, nmm):
     (tmp_path / "k.py").write_text("def k(a):\n    return a\n")
-    for words in ([f"{tmp_path / 'k.py'}:q"], [f"{tmp_path / 'k.py'}:k", "--arg", "b=1"]):
+    file = tmp_path / "k.py"
+    limits = [["--time-limit", "0"], ["--memory-limit", "nan"]]
+    for words in ([f"{file}:q"], [f"{file}:k", "--arg", "b=1"], *([file, *one] for one in limits)):
         nmm("simulate", *words, code=2)
