@@ -16,13 +16,12 @@ import itertools
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Annotated, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
 
 from nmm_compiler.errors import ModelError, OptionTypeError
 from nmm_compiler.lowrank_models.calibrate import (
@@ -33,10 +32,9 @@ from nmm_compiler.lowrank_models.calibrate import (
     padding_mask,
     rows_of,
 )
-from nmm_compiler.lowrank_models.modules import LowRankLinear, lowrank_layers
+from nmm_compiler.lowrank_models.modules import lowrank_layers
 from nmm_compiler.lowrank_models.progress import Step
 from nmm_compiler.lowrank_models.progress import steps as progress
-from nmm_compiler.options import Values, check_fields, is_positive
 from nmm_compiler.records import Record
 
 _EVALUATIONS = 10
@@ -71,26 +69,6 @@ class RecoveryReport(Record):
         )
 
 
-@dataclass(frozen=True)
-class _Request:
-    """The arguments of `recover` that have a type and values."""
-
-    model: nn.Module
-    teacher: Annotated[
-        nn.Module | None,
-        Values("the original torch.nn.Module, or None for the next token's labels"),
-    ]
-    steps: Annotated[int, Values("a positive whole number", is_positive)]
-    lr: Annotated[float, Values("a positive number", is_positive)]
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if self.model is self.teacher:
-            raise OptionTypeError(
-                "teacher", "the model itself", "the original model (copy.deepcopy it beforehand)"
-            )
-
-
 def recover(
     model: nn.Module,
     data: Any,
@@ -122,7 +100,13 @@ def recover(
         ModelError: too few batches are left to train on, the two models' outputs differ in
             shape, or the loss is not finite.
     """
-    _Request(model, teacher, steps, lr)
+    if not isinstance(teacher, (nn.Module, type(None))) or teacher is model:
+        kind = type(teacher).__name__
+        wanted = "the original model (copy.deepcopy it beforehand), or None for the next token"
+        raise OptionTypeError("teacher", kind, wanted)
+    for name, number in (("steps", steps), ("lr", lr)):
+        if not number > 0:
+            raise OptionTypeError(name, number, "a positive number")
     layers = lowrank_layers(model)
     if not layers:
         raise ModelError(
@@ -137,7 +121,13 @@ def recover(
     started = time.monotonic()
     generator = torch.Generator().manual_seed(seed)
     models = (model,) if teacher is None else (model, teacher)
-    with _training(models, layers) as parameters, progress("recovering") as step:
+    factors = [factor for layer in layers.values() for factor in (layer.down, layer.up)]
+    parameters = [cast(nn.Parameter, factor.weight) for factor in factors]
+    with ExitStack() as stack, progress("recovering") as step:
+        for one in models:
+            stack.enter_context(frozen(one))
+        for parameter in parameters:
+            parameter.requires_grad_(True)
         run = _Run(model, teacher, parameters, held_out)
         run.train(_shuffled(train, steps, generator), steps, lr, step)
     return RecoveryReport(
@@ -156,7 +146,8 @@ def recover(
 class _Run:
     """The training loop, and the best factors so far.
 
-    objective: what a loss is: "labels", "logits" or "features" of the teacher.
+    objective: what a loss is: "labels", "logits" or "features" of the teacher. trained: copies of
+    the factors in at least float32, which the optimizer changes.
     """
 
     model: nn.Module
@@ -167,6 +158,7 @@ class _Run:
     best: float = math.inf
     best_step: int = 0
     history: list[tuple[int, float]] = field(default_factory=list)
+    trained: list[torch.Tensor] = field(default_factory=list)
     _best_values: list[torch.Tensor] = field(default_factory=list)
     _targets: dict[int, torch.Tensor] = field(default_factory=dict)
 
@@ -177,7 +169,10 @@ class _Run:
         with a fresh optimizer and smaller steps. So a model that is close to its teacher gets a
         small rate without a search.
         """
-        optimizer = torch.optim.AdamW(self.parameters, lr=lr, weight_decay=0.0)
+        for parameter in self.parameters:
+            dtype = torch.promote_types(parameter.dtype, torch.float32)
+            self.trained.append(parameter.detach().to(dtype, copy=True))
+        optimizer = torch.optim.AdamW(self.trained, lr=lr, weight_decay=0.0)
         warmup = max(1, round(_WARMUP_SHARE * steps))
         checks = {round(steps * (i + 1) / _EVALUATIONS) for i in range(_EVALUATIONS)}
         try:
@@ -188,7 +183,6 @@ class _Run:
                     angle = math.pi * (step - 1 - warmup) / max(1, steps - warmup)
                     share = 0.5 * (1 + math.cos(angle))
                 optimizer.param_groups[0]["lr"] = lr * share
-                optimizer.zero_grad(set_to_none=True)
                 loss = self.loss(batch)
                 if not torch.isfinite(loss):
                     raise ModelError(
@@ -196,22 +190,33 @@ class _Run:
                         f"of step {self.best_step}: lower lr from {lr:g}, or check the batch"
                     )
                 loss.backward()
-                nn.utils.clip_grad_norm_(self.parameters, 1.0)
+                for wide, parameter in zip(self.trained, self.parameters, strict=True):
+                    wide.grad = None if parameter.grad is None else parameter.grad.to(wide.dtype)
+                    parameter.grad = None
+                nn.utils.clip_grad_norm_(self.trained, 1.0)
                 optimizer.step()
+                self._store(self.trained)
                 if step in checks and not self.evaluate(step):
                     self._restore()
                     optimizer.state.clear()
                     lr *= _BACKOFF
                 show(f"recovering (held-out loss {self.history[-1][1]:.4g})", step, steps)
         finally:
+            for parameter in self.parameters:
+                parameter.grad = None
             self._restore()
 
-    @torch.no_grad()
     def _restore(self) -> None:
         """Put the best factors back; before the first evaluation nothing has changed yet."""
         if self._best_values:
-            for parameter, value in zip(self.parameters, self._best_values, strict=True):
-                parameter.copy_(value)
+            self._store(self._best_values)
+
+    @torch.no_grad()
+    def _store(self, values: Sequence[torch.Tensor]) -> None:
+        """Give the factors, and what is trained, these values."""
+        for value, wide, parameter in zip(values, self.trained, self.parameters, strict=True):
+            wide.copy_(value)
+            parameter.copy_(value)
 
     @torch.no_grad()
     def evaluate(self, step: int) -> bool:
@@ -225,7 +230,7 @@ class _Run:
         if not loss < self.best:
             return False
         self.best, self.best_step = loss, step
-        self._best_values = [parameter.detach().clone() for parameter in self.parameters]
+        self._best_values = [wide.clone() for wide in self.trained]
         return True
 
     def loss(self, batch: Any) -> torch.Tensor:
@@ -280,44 +285,6 @@ def _split(data: Any, validation: Any, steps: int) -> tuple[list[Any], list[Any]
             "more batches, or validation="
         )
     return batches[:-held], batches[-held:]
-
-
-class _Master(nn.Module):
-    """A float32 copy that is trained in place of a weight of half precision."""
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        super().__init__()
-        self.value = nn.Parameter(weight.detach().float())
-
-    def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        return self.value.to(weight.dtype)
-
-
-@contextmanager
-def _training(
-    models: Sequence[nn.Module], layers: dict[str, LowRankLinear]
-) -> Iterator[list[nn.Parameter]]:
-    """Make only the factors trainable, in eval mode; restore the model after the block.
-
-    Yields the trained parameters. Float32 copies are rounded into the factors at the end.
-    """
-    trained: list[nn.Parameter] = []
-    with ExitStack() as stack:
-        for one in models:
-            stack.enter_context(frozen(one))
-        for linear in (factor for layer in layers.values() for factor in (layer.down, layer.up)):
-            if linear.weight.dtype.itemsize <= 2:
-                wide = _Master(linear.weight)
-                parametrize.register_parametrization(linear, "weight", wide)
-                stack.callback(parametrize.remove_parametrizations, linear, "weight")
-                trained.append(wide.value)
-            else:
-                trained.append(cast(nn.Parameter, linear.weight.requires_grad_(True)))
-        try:
-            yield trained
-        finally:
-            for parameter in trained:
-                parameter.grad = None
 
 
 def _label_loss(logits: torch.Tensor, batch: Any, mask: torch.Tensor | None) -> torch.Tensor:
