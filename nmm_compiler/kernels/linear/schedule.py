@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -82,6 +83,9 @@ class LinearSchedule(Schedule):
 
     def plan(self, layer: Layer) -> Layer:
         """Return the layer with the way in which x and each weight arrives."""
+        return _plan_of(self, layer)
+
+    def _plan(self, layer: Layer) -> Layer:
         x_load = self.x_load
         if layer.fp8_x and x_load == "tensor":
             x_load = "tensor16"
@@ -350,6 +354,12 @@ class LinearSchedule(Schedule):
         words += [name for name in flags if getattr(self, name)]
         words += [f"{self.split}-split"] if self.split else []
         return " ".join(words)
+
+
+@functools.lru_cache(maxsize=64)
+def _plan_of(schedule: LinearSchedule, layer: Layer) -> Layer:
+    """Return the plan of a schedule, which its checks, its work and its kernel all ask for."""
+    return schedule._plan(layer)
 
 
 def _pitch(free: int, aligned: bool) -> int:
