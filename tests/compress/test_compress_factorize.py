@@ -83,17 +83,6 @@ def test_rank_deficient_and_zero_weights():
     assert torch.equal(up @ down, torch.zeros(5, 7, dtype=torch.float64))
 
 
-def test_a_moment_is_a_multiple_plus_identity_without_a_copy():
-    generator = torch.Generator().manual_seed(0)
-    total = moment(6, generator)
-    lazy = Moment(total, 0.3, 0.7)
-    rows = torch.randn(4, 6, generator=generator, dtype=torch.float64)
-    dense = 0.3 * total + 0.7 * torch.eye(6, dtype=torch.float64)
-    assert lazy.total is total
-    assert torch.allclose(lazy.dense(), dense, rtol=4 * EPS, atol=0)
-    assert (lazy.times(rows) - rows @ dense).norm() <= 20 * EPS * rows.norm() * dense.norm()
-
-
 def test_balanced_factors_have_equal_norms_and_the_same_product():
     factors = factorize(torch.randn(12, 30, dtype=torch.float64), 6)
     up, down, _ = balance(factors)

@@ -6,9 +6,8 @@ from compress_models import stack
 from torch import nn
 from toy_models import Model, llama
 
-from nmm_compiler.errors import ModelError, OptionTypeError
+from nmm_compiler.errors import ModelError
 from nmm_compiler.lowrank_models.apply import compress
-from nmm_compiler.lowrank_models.config import CompressionConfig
 from nmm_compiler.lowrank_models.predicted_time import Group, Prices, call_us
 from nmm_compiler.lowrank_models.ranks import Shape
 from nmm_compiler.passes.pipeline import explain
@@ -50,9 +49,6 @@ def test_times_are_those_of_the_mix():
     assert weights == {"prefill": 0.2, "decode": 0.8}
     assert sum(layer.us for layer in report.layers) == pytest.approx(after)
     assert sum(layer.dense_us for layer in report.layers) == pytest.approx(before)
-    text = " ".join(str(report).split())
-    assert "prefill of 512 tokens, weight 0.2:" in text
-    assert "decode of 1 token, weight 0.8:" in text
 
 
 def two():
@@ -88,7 +84,6 @@ def test_no_layer_is_made_slower_than_dense_unless_asked(budget, monkeypatch):
     asked = compress(two(), align=64, **BUDGETS[budget], **ASKED)
     if budget != "global":  # it does not take what costs time and loss
         assert [layer.name for layer in asked.slower] == ["narrow"]
-        assert "made slower than dense, as asked: narrow" in str(asked)
 
 
 def test_a_model_in_which_nothing_pays_is_refused(monkeypatch):
@@ -167,12 +162,3 @@ def test_a_model_that_cannot_be_traced_says_how_it_was_priced():
     report = compress(model, 0.2, calibration=batch, method="whitened", align=64)
     assert report.priced.startswith("each layer as a call of its own")
     assert report.compressed
-
-
-@pytest.mark.parametrize(
-    "given", [{}, 0, {"decode": 1}, {"decode": (0, 1)}, {"decode": (1, -1)}, {"a": (1, 1, 1)}]
-)
-def test_a_workload_that_is_none_is_refused(given):
-    with pytest.raises(OptionTypeError, match="workload"):
-        CompressionConfig(workload=given)
-    assert CompressionConfig(workload=64).passes == (("pass", 64, 1.0),)
