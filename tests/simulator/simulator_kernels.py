@@ -1,19 +1,16 @@
 """Kernel text for simulator tests: a few lines of body become a kernel file that is run."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import tempfile
 import textwrap
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from nmm_compiler import errors
-from nmm_compiler.simulator.run import Simulation, simulate
+from nmm_compiler.simulator.run import simulate
 
 HEADER = """\
 import numpy as np
@@ -46,7 +43,7 @@ def out(tile, dtype=None):
 _FOLDER = Path(tempfile.mkdtemp(prefix="nmm-kernels-"))
 
 
-def kernel_file(text: str) -> Path:
+def kernel_file(text):
     """Write kernel text to a file of its own."""
     name = hashlib.sha256(text.encode()).hexdigest()[:16]
     path = _FOLDER / f"kernel_{name}.py"
@@ -55,14 +52,16 @@ def kernel_file(text: str) -> Path:
     return path
 
 
-def values(shape: tuple[int, ...], dtype: Any = np.float32, seed: int = 0) -> np.ndarray:
-    """Return normally distributed numbers, the same for a seed in every dtype."""
-    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32).astype(dtype)
+def values(shape, dtype=np.float32, seed=0, scale=1.0):
+    """Return normally distributed numbers, the same for a seed in every dtype; or integers."""
+    generator = np.random.default_rng(seed)
+    if np.dtype(dtype).kind in "iu":
+        info = np.iinfo(dtype)
+        return generator.integers(max(info.min, -100), min(info.max, 100), shape).astype(dtype)
+    return (scale * generator.standard_normal(shape, dtype=np.float32)).astype(dtype)
 
 
-def run(
-    body: str, *arrays: Any, names: str = "abcdefgh", header: str = HEADER, **options: Any
-) -> Simulation:
+def run(body, *arrays, names="abcdefgh", header=HEADER, **options):
     """Run `body` as a kernel whose arguments are a, b, c, ..."""
     arguments = ", ".join(names[: len(arrays)])
     lines = textwrap.indent(textwrap.dedent(body).strip("\n"), "    ")
@@ -71,7 +70,7 @@ def run(
     return simulate(f"{kernel_file(text)}:kernel", *arrays, **options)
 
 
-def refusals(rows: str) -> list[tuple[str, type[Exception], str]]:
+def refusals(rows):
     """Return the code, its error and what that says, of lines `code  # Error: what it says`.
 
     "; " parts lines of code.
@@ -84,14 +83,12 @@ def refusals(rows: str) -> list[tuple[str, type[Exception], str]]:
     return found
 
 
-def refused(
-    kind: type[Exception], match: str | None = None, *, unless: bool
-) -> contextlib.AbstractContextManager[Any]:
+def refused(kind, match=None, *, unless):
     """Expect a refusal of the block, unless a condition holds: then it runs."""
     return contextlib.nullcontext() if unless else pytest.raises(kind, match=match)
 
 
-def check(body: str, arrays: Any, *wanted: Any, within: Any = 0.0, **options: Any) -> None:
+def check(body, arrays, *wanted, within=0.0, **options):
     """Run `body`, and hold each output to the wanted array, up to a largest difference of each."""
     outputs, bounds = run(body, *arrays, **options).outputs, np.broadcast_to(within, len(wanted))
     for output, array, bound in zip(outputs, wanted, bounds, strict=True):

@@ -6,17 +6,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 from scipy import special
-from simulator_kernels import run
+from simulator_kernels import run, values
 
 FLOATS = [np.float32, ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e4m3, ml_dtypes.float8_e5m2]
-
-
-def values(shape, dtype=np.float32, seed=0, scale=1.0):
-    r = np.random.default_rng(seed)
-    if np.dtype(dtype).kind in "iu":
-        info = np.iinfo(dtype)
-        return r.integers(max(info.min, -100), min(info.max, 100), shape).astype(dtype)
-    return (scale * r.standard_normal(shape, dtype=np.float32)).astype(dtype)
 
 
 def check(actual, wanted, roundings=1):

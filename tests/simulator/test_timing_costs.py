@@ -328,18 +328,6 @@ def test_partitions_choose_the_dma_engines_which_start_one_after_another(first, 
     assert starts == pytest.approx([starts[0] + rank * 0.3 / 15 for rank in range(len(starts))])
 
 
-def test_loads_issue_one_after_another_and_overlap():
-    scene = Scene("""
-        hbm source 256x64
-        sbuf a b 128x64
-        dma a source[:128,:]
-        dma b source[128:,:]
-    """)
-    (one, _), (two, part) = transfers(time_trace(scene.trace, TRN2)).values()
-    assert two.start == pytest.approx(one.stop)
-    assert part.start == pytest.approx(1.3 + 0.485 + 128 * 0.95e-3)
-
-
 SOFTWARE = 0.485 + 128 * 0.95e-3
 NONE, SWDGE, HWDGE = (f"dge_mode={mode}" for mode in ("none", "swdge", "hwdge"))
 

@@ -128,13 +128,6 @@ def ran(text, clone):
     return timing_texts.ran(text, {text.clone: clone})
 
 
-def test_a_text_runs_as_it_is_published(tmp_path):
-    text, clone = clone_with(tmp_path, KERNEL)
-    found = ran(text, clone)
-    assert found.predicted > 14
-    assert found.kind == "vector"
-
-
 TWELVE_BANKS = """
 @nki.jit
 def test(a):

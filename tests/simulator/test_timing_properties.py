@@ -494,16 +494,6 @@ def test_starts(target, text, expected):
     assert timeline.sbuf_overflow_bytes == 0
 
 
-def test_program_order_on_request_is_that_of_no_reorder():
-    """A load behind a store that waits: it passes the store, or waits for its turn."""
-    moved, ordered = Scene(STORE_THEN_LOAD), Scene(STORE_THEN_LOAD + "in order")
-    kept = time_trace(moved.trace, TRN2, reorder=False)
-    assert moved.holds(kept, "after >= store")
-    assert kept.latency_us > time_trace(moved.trace, TRN2).latency_us
-    assert time_trace(ordered.trace, TRN2).start == kept.start
-    assert sorted(transfers(time_trace(moved.trace, TRN2))) == [0, 2, 3]
-
-
 def test_more_live_than_fits_is_reported_and_still_timed():
     scene = Scene("""
         hbm source 128x30000
