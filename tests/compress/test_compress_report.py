@@ -7,7 +7,6 @@ import shutil
 import pytest
 import torch
 from compress_models import stack, tokens
-from toy_models import llama
 
 from nmm_compiler.cli import on_models as command
 from nmm_compiler.errors import ModelError
@@ -69,71 +68,48 @@ def test_a_directory_becomes_a_low_rank_directory(nmm, saved_bert, tmp_path):
 
 
 def test_text_for_a_causal_model_is_one_stream(tmp_path, monkeypatch):
-    class Tokenizer:
-        def __call__(self, text, **_):
-            return {"input_ids": list(text.encode())}
+    def tokenizer(text, **_):
+        return {"input_ids": list(text.encode())}
 
-    class ToyForCausalLM:
-        pass
-
+    model = type("ToyForCausalLM", (), {})()
     path = tmp_path / "text.txt"
     path.write_text("abc\n\ndefgh\nij")
     monkeypatch.setattr(command, "_LENGTH", 4)
     monkeypatch.setattr(command, "_BATCH", 2)
-    batches = command.read_batches(path, Tokenizer(), ToyForCausalLM())
+    batches = command.read_batches(path, tokenizer, model)
     ids = torch.cat([b["input_ids"] for b in batches])
     assert bytes(ids.flatten().tolist()) == b"abc\ndefgh\nij"
     with pytest.raises(ModelError, match="tokenizer"):
-        command.read_batches(path, None, ToyForCausalLM())
+        command.read_batches(path, None, model)
 
 
 # `nmm compress` as users meet it: ranks, pickles, Ctrl-C, a full disk, a fresh process.
 
 
-@pytest.fixture(scope="module")
-def saved_llama(tmp_path_factory):
-    """A small random Llama in four shards."""
-    directory = tmp_path_factory.mktemp("llama")
-    model = llama(128, 352, 4, 100, num_key_value_heads=4)
-    model.save_pretrained(directory, max_shard_size="1MB")
-    assert len(list(directory.glob("*.safetensors"))) > 1
-    return directory
-
-
-def test_one_rank_for_all_and_a_file_in_the_way(nmm, saved_llama, tmp_path):
+def test_a_base_and_one_rank_for_all_and_a_file_in_the_way(nmm, saved_bert, tmp_path):
     out = tmp_path / "out"
-    line = ["compress", saved_llama, out, "--rank", "16", "--include", "up_proj"]
-    nmm(*line, code=0)
-    report = json.loads((out / "compression.json").read_text())["compression"]
-    ranks = {layer["name"]: layer["rank"] for layer in report["layers"] if layer["rank"]}
-    assert set(ranks.values()) == {16}
-    assert all(name.endswith("up_proj") for name in ranks)
+    words = ("--base", "mxfp4", "--rank", "32", "--include", "intermediate", "--factors", "mxfp8")
+    line = ("compress", saved_bert, out, *words)
+    told = nmm(*line, "--json", code=0).out
+    report = json.loads((out / "compression.json").read_text())
+    assert json.loads(told) == report
+    layers = report["compression"]["layers"]
+    assert len(layers) == 2
+    size = 64 * 128 * 17 // 32 + 32 * (64 + 128) * 33 // 32
+    assert {(one["base"], one["rank"], one["bytes"]) for one in layers} == {("mxfp4", 32, size)}
     shutil.rmtree(out)
     out.write_text("")
     assert "is a file" in nmm(*line, code=2).err
 
 
-def test_a_base_and_its_branch_are_written_with_their_bytes(nmm, saved_llama, tmp_path):
-    for rank in ("0", "32"):
-        words = ("--base", "mxfp4", "--rank", rank, "--include", "mlp", "--factors", "mxfp8")
-        told = nmm("compress", saved_llama, tmp_path / rank, *words, "--json", code=0).out
-        report = json.loads((tmp_path / rank / "compression.json").read_text())
-        assert json.loads(told) == report
-        layers = report["compression"]["layers"]
-        assert {layer["base"] for layer in layers} == {"mxfp4"}
-        base = 128 * 352 * 17 // 32
-        branch = int(rank) * (128 + 352) * 33 // 32
-        assert {layer["bytes"] for layer in layers} == {base + branch}
-
-
-def test_a_pickle_is_never_executed(nmm, saved_llama, tmp_path):
+def test_a_pickle_is_never_executed(nmm, saved_bert, tmp_path):
     class Payload:
         def __reduce__(self):
             return (os.mkdir, (str(tmp_path / "executed"),))
 
     directory = tmp_path / "model"
     directory.mkdir()
-    (directory / "config.json").write_bytes((saved_llama / "config.json").read_bytes())
+    (directory / "config.json").write_bytes((saved_bert / "config.json").read_bytes())
     torch.save({"model.norm.weight": Payload()}, directory / "pytorch_model.bin")
     nmm("compress", directory, tmp_path / "out", "--ratio", "0.2", code=2)
     assert not (tmp_path / "executed").exists()

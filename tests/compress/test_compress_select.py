@@ -4,9 +4,12 @@ import pytest
 import torch
 from compress_models import check_reasons, stack
 from torch import nn
+from toy_models import Model
 
 from nmm_compiler.errors import ModelError
 from nmm_compiler.lowrank_models.select import find_sites, matches
+
+ToyRouter = type("ToyRouter", (Model,), {})
 
 
 @pytest.mark.parametrize(
@@ -39,18 +42,12 @@ def test_include_and_exclude_narrow_down():
 
 
 def test_the_output_head_needs_to_be_named():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 30)
-
-        def get_output_embeddings(self):
-            return self.head
-
-    sites, skipped = find_sites(Model())
+    model = Model(None, body=nn.Linear(8, 8), head=nn.Linear(8, 30))
+    model.get_output_embeddings = lambda: model.head
+    sites, skipped = find_sites(model)
     assert [s.name for s in sites] == ["body"]
     assert "output head" in skipped[0].reason
-    assert [s.name for s in find_sites(Model(), include="head")[0]] == ["head"]
+    assert [s.name for s in find_sites(model, include="head")[0]] == ["head"]
 
 
 def test_weights_of_whole_numbers_are_refused():
@@ -93,24 +90,23 @@ def test_weights_that_are_not_plain_tensors_are_named():
     class Wrapped(torch.Tensor):
         pass
 
-    class ToyRouter(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(4, 32))
-
-    model = nn.ModuleDict({name: nn.Linear(32, 32) for name in ("a", "b", "c", "d", "e", "fine")})
+    names = ("a", "b", "c", "d", "e", "eight", "fine")
+    model = nn.ModuleDict({name: nn.Linear(32, 32) for name in names})
     torch.nn.utils.parametrizations.weight_norm(model["a"])
     torch.nn.utils.weight_norm(model["b"])
     model["c"].weight = nn.Parameter(torch.zeros(32, 32).as_subclass(Wrapped))
     model["d"].forward = lambda x: x
     model["e"] = nn.LazyLinear(8)
-    model["router"] = ToyRouter()
+    eight = torch.zeros(32, 32, dtype=torch.float8_e4m3fn)
+    model["eight"].weight = nn.Parameter(eight, requires_grad=False)
+    model["router"] = ToyRouter(None, weight=torch.zeros(4, 32))
     model["quantized"] = torch.ao.nn.quantized.dynamic.Linear(32, 32)
     sites, skipped = find_sites(model)
     assert [site.name for site in sites] == ["fine"]
     check_reasons(
         skipped, ("a", "its weight is parametrized"), ("b", "not a plain tensor|hooks"),
         ("c", "Wrapped"), ("d", "forward was replaced"), ("e", "no weight yet"),
+        ("eight", "float8_e4m3fn.*load it as bfloat16"),
         ("router", "ToyRouter multiplies by a weight of its own"),
         ("quantized", r"not an nn\.Linear"),
     )  # fmt: skip
