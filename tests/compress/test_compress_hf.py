@@ -34,6 +34,8 @@ CONFIGS = {
     "t5": {"d_model": 64, "d_ff": 128, "num_layers": 2, "d_kv": 16, "num_heads": 4,
            "vocab_size": 100},
     "bert": SMALL,
+    "qwen3_moe": {**SMALL, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 4,
+                  "num_experts_per_tok": 2, "moe_intermediate_size": 64},
 }  # fmt: skip
 AUTO = {"bert": "AutoModelForMaskedLM", "t5": "AutoModelForSeq2SeqLM"}
 
@@ -61,10 +63,10 @@ def load_llama(directory):
     return transformers.AutoModelForCausalLM.from_pretrained(directory)
 
 
+@torch.no_grad()
 def logits(model, name):
     more = {"decoder_input_ids": IDS} if name == "t5" else {}
-    with torch.no_grad():
-        return model(input_ids=IDS, **more).logits
+    return model(input_ids=IDS, **more).logits
 
 
 def lowrank_count(model):
@@ -116,14 +118,14 @@ def test_round_trip_gives_equal_logits(name, dtype, options, tmp_path):
     assert (lowrank_count(base) > 0) == (lowrank_count(model) > 0)
 
 
+@torch.no_grad()
 def test_conv1d_becomes_low_rank_and_keeps_its_map():
     _, model = make("gpt2")
     layer = model.transformer.h[0].mlp.c_fc
     weight, x = layer.weight.detach().clone(), torch.randn(3, 64)
-    with torch.no_grad():
-        left, right = torch.randn(64, 4), torch.randn(4, 256)
-        layer.weight.copy_(left @ right)
-        expected = layer(x)
+    left, right = torch.randn(64, 4), torch.randn(4, 256)
+    layer.weight.copy_(left @ right)
+    expected = layer(x)
     compress(model, rank=4, include="c_fc")
     new = model.transformer.h[0].mlp.c_fc
     assert (new.in_features, new.out_features) == tuple(weight.shape)
@@ -227,17 +229,18 @@ def test_dropped_ranks_do_not_load(saved_llama, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "end"),
+    ("kind", "options", "end"),
     [
-        (PLAIN, "up_proj.down.weight"),
-        (FORMATS[0], "proj.base.values"),
-        (FORMATS[0], "proj.down.weight"),
-        ({"base": "mxfp4", "rank": 0}, "proj.scale"),
+        ("llama", PLAIN, "up_proj.down.weight"),
+        ("llama", FORMATS[0], "proj.base.values"),
+        ("llama", FORMATS[0], "proj.down.weight"),
+        ("llama", {"base": "mxfp4", "rank": 0}, "proj.scale"),
+        ("qwen3_moe", {"base": "fp8", "rank": 8, "include": "experts"}, "experts.down_base.values"),
     ],
     ids=str,
 )
-def test_a_tensor_that_the_files_lack_is_named_and_not_zeros(options, end, tmp_path):
-    _, model = make("llama")
+def test_a_tensor_that_the_files_lack_is_named_and_not_zeros(kind, options, end, tmp_path):
+    _, model = make(kind)
     compress(model, **options)
     hf.save(model, tmp_path)
     file = tmp_path / "model.safetensors"

@@ -10,8 +10,7 @@ from toy_models import llama
 
 from nmm_compiler.errors import FileError, ModelError, OptionTypeError, UnknownNameError
 from nmm_compiler.lowrank_models import hf
-from nmm_compiler.lowrank_models.apply import compress
-from nmm_compiler.lowrank_models.modules import lowrank_layers
+from nmm_compiler.lowrank_models.apply import compress, count_bytes
 from nmm_compiler.lowrank_models.quantize import quantize_factors
 from nmm_compiler.lowrank_models.recover import recover
 from nmm_compiler.lowrank_models.save import save_factors
@@ -71,17 +70,11 @@ def test_fp8_factors_are_priced_as_the_kernels_that_read_them():
 def test_predictions_count_the_bytes_of_rounded_factors():
     from nmm_compiler.prediction.predict import predict
 
-    made = []
-    for factors in (None, "float8_e4m3"):
-        model = small(torch.bfloat16)
-        if factors:
-            quantize_factors(model, factors)
-        made.append(predict(model, "trn2", price="closed_form", prompt=8, context=8))
-    held = sum(p.numel() for layer in lowrank_layers(small()).values() for p in layer.parameters())
-    rows = sum(sum(layer.down.weight.shape[:1] + layer.up.weight.shape[:1])
-               for layer in lowrank_layers(small()).values())  # fmt: skip
-    plain, rounded = (one.memory.weight_bytes for one in made)
-    assert plain - rounded == 2 * held - (held + 2 * rows)
+    models = [small(torch.bfloat16) for _ in range(2)]
+    quantize_factors(models[1], "float8_e4m3")
+    given = {"target": "trn2", "price": "closed_form", "prompt": 8, "context": 8}
+    plain, rounded = (predict(one, **given).memory.weight_bytes for one in models)
+    assert plain - rounded == count_bytes(models[0]) - count_bytes(models[1]) > 0
 
 
 def test_what_does_not_go_on_top_is_refused_by_name(tmp_path):
