@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernels.op_calls import every_call, named, of_dtype
 from runtime.simulator_launches import noted_launches
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from nmm_compiler.cache import store
 from nmm_compiler.errors import CacheWarning, NeuronSetupError, ShapeError, UnknownNameError
@@ -150,6 +150,22 @@ def auto(monkeypatch):
     monkeypatch.setitem(registration.EXECUTORS, "neuron", registration.EXECUTORS["simulator"])
 
 
+def broken_builds(monkeypatch, family=""):
+    """Let no kernel be built, or none of a family; return the specs of those that were tried."""
+    from nmm_compiler.codegen import build
+
+    tried, real = [], build.build_kernel
+
+    def broken(spec, *given, **named):
+        if family not in ("", spec.family):
+            return real(spec, *given, **named)
+        tried.append(spec)
+        raise ZeroDivisionError("a fault in codegen")
+
+    monkeypatch.setattr(build, "build_kernel", broken)
+    return tried
+
+
 @pytest.mark.parametrize(
     ("dtype", "warned", "raised", "cause"),
     [
@@ -162,15 +178,7 @@ def auto(monkeypatch):
 )  # fmt: skip
 def test_what_no_kernel_computes(dtype, warned, raised, cause, monkeypatch, launched, auto):
     """Executor "auto" leaves its calls to PyTorch; a named one raises; strict raises the cause."""
-    from nmm_compiler.codegen import build
-
-    tried = []
-
-    def broken(spec, target, schedule=None, *, options=None):
-        tried.append(spec)
-        raise ZeroDivisionError("a fault in codegen")
-
-    monkeypatch.setattr(build, "build_kernel", broken)
+    tried = broken_builds(monkeypatch)
     executor._warn_once.cache_clear()
     x, u, v = (t.to(dtype) for t in (torch.randn(8, K), weight(K, R), weight(R, N)))
     with pytest.warns(UserWarning, match=warned):
@@ -332,30 +340,17 @@ def test_a_frozen_base_is_part_of_the_launch_that_gives_dx(launched):
     assert [(s.base, s.scale, sizes(s)) for s in based] == [(True, 2.0, ("lowrank", TOKENS, N, K))]
 
 
-@pytest.mark.parametrize(
-    ("kw", "launches"),
-    [
-        ({"activation": "silu"}, 6),  # y once more, from p
-        ({"inner_activation": "gelu"}, 5),
-        ({"x_layout": "col", "out_layout": "col"}, 5),
-        ({"scale": 0.5}, 5),
-    ],
-    ids=str,
-)
-def test_functions_scales_and_layouts_stay_around_the_kernels(kw, launches, launched):
-    x = torch.randn(TOKENS, K) if kw.get("x_layout") != "col" else torch.randn(K, TOKENS)
-    x.requires_grad_()
-    u, v, bias = trained(K, R), trained(R, N), torch.randn(N, requires_grad=True)
-    leaves = [x, u, v, bias]
-    check_against_pytorch(NMM.lowrank_matmul, (x, u, v, bias), kw, leaves, launched, launches)
-
-
 LONG = pytest.mark.long
+LOW_RANK = (K, R), (R, N), N
 
 
 @pytest.mark.parametrize(
     ("name", "shapes", "kw", "launches"),
     [
+        ("lowrank_matmul", LOW_RANK, {"activation": "silu"}, 6),  # y once more, from p
+        ("lowrank_matmul", LOW_RANK, {"inner_activation": "gelu"}, 5),
+        ("lowrank_matmul", LOW_RANK, {"x_layout": "col", "out_layout": "col"}, 5),
+        ("lowrank_matmul", LOW_RANK, {"scale": 0.5}, 5),
         pytest.param("lowrank_matmul_shared_x", ([(K, R), (K, 24)], [(R, N), (24, N)]), {}, 10,
                      marks=LONG),
         # p; for each v its gradient and q; du and dx of the sum of both q
@@ -365,13 +360,16 @@ LONG = pytest.mark.long
         ("matmul", ((N, K),), {"w_layout": "col", "activation": "relu"}, 3),
     ],
 )  # fmt: skip
-def test_other_ops_train_through_kernels(name, shapes, kw, launches, launched):
-    x = torch.randn(TOKENS, K, requires_grad=True)
-    weights = [
-        trained(*s) if isinstance(s, tuple) else [trained(*one) for one in s] for s in shapes
-    ]
+def test_ops_train_through_kernels_and_functions_and_layouts_stay_around_them(
+    name, shapes, kw, launches, launched
+):
+    x = torch.randn(K, TOKENS) if "x_layout" in kw else torch.randn(TOKENS, K)
+    weights = tree_map(
+        lambda shape: torch.randn(shape) if shape == N else trained(*shape), shapes,
+        is_leaf=lambda part: part == N or isinstance(part[0], int),
+    )  # fmt: skip
     args = (x, *weights, [None, None]) if "shared" in name else (x, *weights)
-    leaves = [x, *tree_leaves(weights)]
+    leaves = [leaf.requires_grad_() for leaf in tree_leaves(args) if leaf is not None]
     check_against_pytorch(getattr(NMM, name), args, kw, leaves, launched, launches)
 
 
@@ -388,25 +386,14 @@ def test_sums_over_tokens_are_padded_to_a_bucket_unless_the_graph_is_static(laun
     assert KERNELS.plan(kept, "trn2", Options(buckets=(4, 7)), "k") == (7,)
 
 
-def test_a_backward_kernel_that_cannot_be_built(monkeypatch, launched):
+def test_a_backward_kernel_that_cannot_be_built(monkeypatch, launched, auto):
     """Executor "auto" leaves the product to PyTorch with a warning; a named one raises."""
-    from nmm_compiler.codegen import build
-
-    real = build.build_kernel
-
-    def broken(spec, target, schedule=None, *, options=None):
-        if spec.family == "matmul":
-            raise ZeroDivisionError("a fault in codegen")
-        return real(spec, target, schedule, options=options)
-
-    monkeypatch.setattr(build, "build_kernel", broken)
+    broken_builds(monkeypatch, "matmul")
     x = torch.randn(TOKENS, K, requires_grad=True)
     u, v = trained(K, R), trained(R, N)
     y = NMM.lowrank_matmul(x, u, v, executor="simulator")
     with pytest.raises(NeuronSetupError, match="ZeroDivisionError: a fault in codegen"):
         torch.autograd.grad(y.sum(), (u,))
-    monkeypatch.setattr(registration, "NEURON_DEVICES", ("neuron", "xla", "cpu"))
-    monkeypatch.setitem(registration.EXECUTORS, "neuron", registration.EXECUTORS["simulator"])
     KERNELS.clear()
     y = NMM.lowrank_matmul(x, u, v, executor=executor_name(Options()))
     launched.clear()
