@@ -24,9 +24,9 @@ from ..pieces.groups import (
 )
 from ..pieces.loads_and_stores import position, split
 from ..pieces.mx import quantize_strip
-from ..pieces.norms import inverse_roots, load_normed, new_squares, norm_of_x
+from ..pieces.norms import feature_columns, inverse_roots, load_normed, new_squares
 from ..pieces.project import project
-from ..pieces.records import Block, Ends, Left, Norm, Result
+from ..pieces.records import Block, Ends, Left, Result
 from ..pieces.scales_and_biases import (
     load_columns,
     load_numbers,
@@ -110,8 +110,13 @@ def linear(x, spec, schedule, **others):
                 times(p_scale[factors.place], factors.scale)
         else:
             p_scale.append(None)
-    ends = Ends(scale_sb, bias_sb, p_scale, p_bias, None)
-    norm = norm_of_x(others.get("norm_gain"), others.get("norm_bias"), spec.k, spec)
+    gain = None
+    if spec.norm_gain:
+        gain = feature_columns(others.get("norm_gain"), spec.k, spec.order, spec.norm_offset)
+    shift = None
+    if spec.norm_bias:
+        shift = feature_columns(others.get("norm_bias"), spec.k, spec.order, 0.0)
+    ends = Ends(scale_sb, bias_sb, p_scale, p_bias, None, gain, shift)
 
     first = 0
     if schedule.m_loop:
@@ -138,18 +143,18 @@ def linear(x, spec, schedule, **others):
             else:
                 more_part = None
             turn = Block(0, schedule.m_block, core)
-            compute_block(y_part, more_part, x_part, ends, norm, turn, spec, schedule, others)
+            compute_block(y_part, more_part, x_part, ends, turn, spec, schedule, others)
 
         # the loop variable is a register because its bound is one
         nl.fori_loop(0, nisa.register_alloc(blocks), body)
     for m0 in range(first, spec.m, schedule.m_block):
         at = Block(m0, min(schedule.m_block, spec.m - m0), core)
-        compute_block(part, more, x, ends, norm, at, spec, schedule, others)
+        compute_block(part, more, x, ends, at, spec, schedule, others)
     return out[0] if len(spec.results) == 1 else tuple(out)
 
 
 def compute_block(
-    out, residual, x, ends: Ends, norm: Norm, at: Block, spec, schedule, others
+    out, residual, x, ends: Ends, at: Block, spec, schedule, others
 ):  # fmt: skip
     """Compute a block of tokens."""
     p_factors = []
@@ -171,11 +176,11 @@ def compute_block(
     x_pitch = (at.tokens + 15) // 16 * 16 if spec.x_aligned else at.tokens
     x_sb = nl.ndarray((128, spec.x_tiles, x_pitch), dtype=x.dtype, buffer=nl.sbuf)
     if spec.x_chunk > 0:
-        load_normed(x_sb, x, spec.x_load, spec.x_chunk, at, spec.k, norm)
+        load_normed(x_sb, x, at, ends.norm_gain, ends.norm_bias, spec)
     squares = []
     for each in spec.pairs:
         squares.append(new_squares(each.u.n, at.tokens) if each.gain != "" else None)
-    around = Ends(ends.scale, ends.bias, p_factors, ends.p_bias, squares)
+    around = Ends(ends.scale, ends.bias, p_factors, ends.p_bias, squares, None, None)
     if spec.p_tiles > 0:
         # p^T = (x u)^T of every pair of factors, one after another in tiles of the rank
         p_sb = nl.ndarray((128, spec.p_tiles, at.tokens), dtype=p_type, buffer=nl.sbuf)

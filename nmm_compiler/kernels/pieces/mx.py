@@ -14,7 +14,7 @@ import nki.isa as nisa
 import nki.language as nl
 
 from .loads_and_stores import evict, load_rows, move
-from .records import Group, Panel, Part, Term
+from .records import Panel, Part, Term
 
 
 def quantize_strip(strip, size, tokens):
@@ -158,14 +158,14 @@ def add_mx_rows(dst, w_sb, k0, rows, ns, ms, term: Term, loaded, begun):
         )
 
 
-def add_parts(sums, w_sb, term: Term, panel: Panel, group: Group, tokens, begun):
-    """Add p v of a group to its sums: each part of a panel by its own partitions."""
+def add_parts(sums, w_sb, term: Term, panel: Panel, n1, tiles, tokens, begun):
+    """Add p v of tiles of outputs to their sums: each part of a panel by its own partitions."""
     wide = panel.columns // term.plan.parts
     count = min(128, wide // panel.apart)
-    for i in range(group.count):
-        begin = (group.first + i) // panel.apart * panel.apart * 128
+    for i in range(tiles):
+        begin = (n1 + i) // panel.apart * panel.apart * 128
         for o in range(0, 128, count):
-            first = begin + (group.first + i) % panel.apart + o * panel.apart
+            first = begin + (n1 + i) % panel.apart + o * panel.apart
             base = term.plan.k * (first // wide)
             last = first % wide + panel.apart * (count - 1) + 1
             nisa.nc_matmul(

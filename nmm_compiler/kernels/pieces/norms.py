@@ -13,7 +13,7 @@ import nki.language as nl
 
 from .loads_and_stores import load
 from .new_tiles import filled
-from .records import Block, Norm, Part
+from .records import Block, Part
 from .scales_and_biases import load_columns
 
 
@@ -78,58 +78,48 @@ def feature_columns(vector, size, order, offset):
     return columns
 
 
-def norm_of_x(gain, bias, size, spec) -> Norm:
-    """Return the norm of x, its gain and bias loaded where there are any."""
-    norm_gain_sb = None
-    norm_bias_sb = None
-    if spec.norm_gain:
-        norm_gain_sb = feature_columns(gain, size, spec.order, spec.norm_offset)
-    if spec.norm_bias:
-        norm_bias_sb = feature_columns(bias, size, spec.order, 0.0)
-    return Norm(
-        spec.norm, spec.norm_eps, norm_gain_sb, norm_bias_sb, spec.norm_gain, spec.norm_bias,
-        spec.order,
-    )  # fmt: skip
+def load_normed(x_sb, x, at: Block, gain, bias, spec):
+    """Load a block of tokens, so many features at a time; put its norm, if any, in its place.
+
+    gain, bias: fp32 [128, tiles], as the features lie in the strip.
+    """
+    for k0 in range(0, spec.k, spec.x_chunk):
+        part = Part(x, k0, min(spec.x_chunk, spec.k - k0), at.m0, at.tokens)
+        load(x_sb, k0 // 128, part, spec.x_load, spec.order, spec.k)
+    if spec.norm != "none":
+        normalize(x_sb, at.tokens, gain, bias, spec)
 
 
-def load_normed(x_sb, x, how, step, at: Block, size, norm: Norm):
-    """Load a block of tokens, so many features at a time; put its norm, if any, in its place."""
-    for k0 in range(0, size, step):
-        part = Part(x, k0, min(step, size - k0), at.m0, at.tokens)
-        load(x_sb, k0 // 128, part, how, norm.order, size)
-    if norm.kind != "none":
-        normalize(x_sb, size, at.tokens, norm)
-
-
-def normalize(x_sb, size, tokens, norm: Norm):
+def normalize(x_sb, tokens, gain, bias, spec):
     """Put the norm of each token over its features, [128, tiles, tokens], in its place."""
-    tiles = size // 128
-    rest = size % 128
+    tiles = spec.k // 128
+    rest = spec.k % 128
     # few tokens: several tiles at a time, which makes fewer and longer instructions
     deep = max(1, 1024 // tokens)
-    squares = new_squares(size, tokens)
-    mean = means(x_sb, size, tokens) if norm.kind == "layer" else None
+    squares = new_squares(spec.k, tokens)
+    mean = means(x_sb, spec.k, tokens) if spec.norm == "layer" else None
     for first in range(0, tiles, deep):
         part = x_sb[0:128, first : min(first + deep, tiles), 0:tokens]
-        square_tiles(squares, part, mean, first > 0, norm)
+        square_tiles(squares, part, mean, first > 0, spec)
     if rest > 0:
         last = x_sb[0:rest, tiles : tiles + 1, 0:tokens]
-        square_tiles(squares, last, mean, tiles > 0, norm)
-    inverse = inverse_roots(squares, size, tokens, norm.eps, True)
+        square_tiles(squares, last, mean, tiles > 0, spec)
+    inverse = inverse_roots(squares, spec.k, tokens, spec.norm_eps, True)
     for first in range(0, tiles, deep):
         part = x_sb[0:128, first : min(first + deep, tiles), 0:tokens]
-        scale_tiles(part, first, mean, inverse, norm)
+        scale_tiles(part, first, mean, inverse, gain, bias, spec)
     if rest > 0:
-        scale_tiles(x_sb[0:rest, tiles : tiles + 1, 0:tokens], tiles, mean, inverse, norm)
+        last = x_sb[0:rest, tiles : tiles + 1, 0:tokens]
+        scale_tiles(last, tiles, mean, inverse, gain, bias, spec)
 
 
-def square_tiles(squares, part, mean, begun, norm: Norm):
+def square_tiles(squares, part, mean, begun, spec):
     """Add the squares of tiles of x, less the mean where there is one, to those of each token."""
     rows = part.shape[0]
     count = part.shape[1]
     tokens = part.shape[2]
     square = nl.ndarray((rows, count, tokens), dtype=nl.float32, buffer=nl.sbuf)
-    if norm.kind == "layer":
+    if spec.norm == "layer":
         subtract_means(square, part, mean)
         nisa.activation(dst=square, op=nl.square, data=square)
     else:
@@ -172,24 +162,26 @@ def subtract_means(dst, part, mean):
     nisa.tensor_tensor(dst=dst, data1=part, data2=every, op=nl.subtract)
 
 
-def scale_tiles(part, tile, mean, inverse, norm: Norm):
+def scale_tiles(part, tile, mean, inverse, gain, bias, spec):
     """Put the norm of tiles of x in their place, from the tile `tile` on."""
     rows = part.shape[0]
     count = part.shape[1]
     tokens = part.shape[2]
     value = nl.ndarray((rows, count, tokens), dtype=nl.float32, buffer=nl.sbuf)
     every = inverse.reshape((128, 1, tokens))[0:rows, 0:1, 0:tokens].broadcast(1, count)
-    if norm.kind == "layer":
+    if spec.norm == "layer":
         subtract_means(value, part, mean)
         nisa.tensor_tensor(dst=value, data1=value, data2=every, op=nl.multiply)
     else:
         nisa.tensor_tensor(dst=value, data1=part, data2=every, op=nl.multiply)
-    scaled = part if not norm.has_bias else value
-    if norm.has_gain:
-        gain = norm.gain[0:rows, tile : tile + count].reshape((rows, count, 1))
-        nisa.tensor_tensor(dst=scaled, data1=value, data2=gain.broadcast(2, tokens), op=nl.multiply)
-    if norm.has_bias:
-        bias = norm.bias[0:rows, tile : tile + count].reshape((rows, count, 1))
-        nisa.tensor_tensor(dst=part, data1=value, data2=bias.broadcast(2, tokens), op=nl.add)
-    elif not norm.has_gain:
+    scaled = part if not spec.norm_bias else value
+    if spec.norm_gain:
+        own_gain = gain[0:rows, tile : tile + count].reshape((rows, count, 1))
+        nisa.tensor_tensor(
+            dst=scaled, data1=value, data2=own_gain.broadcast(2, tokens), op=nl.multiply
+        )
+    if spec.norm_bias:
+        own_bias = bias[0:rows, tile : tile + count].reshape((rows, count, 1))
+        nisa.tensor_tensor(dst=part, data1=value, data2=own_bias.broadcast(2, tokens), op=nl.add)
+    elif not spec.norm_gain:
         nisa.tensor_copy(dst=part, src=value)

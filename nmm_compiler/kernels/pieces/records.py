@@ -92,22 +92,15 @@ class Panel(nl.NKIObject):
 
 
 @dataclass
-class Group(nl.NKIObject):
-    """The outputs of a panel that are summed at a time: `count` tiles from `first` on."""
-
-    first: int
-    count: int
-
-
-@dataclass
 class Step(nl.NKIObject):
     """A step of a contraction: tile kt of a chunk, `tile` of the strip, of so many rows; with deep
-    2 that and the next one."""
+    2 that and the next one. scales: of the chunk, where it is of MX blocks."""
 
     kt: int
     deep: int
     rows: int
     tile: int
+    scales: object = None
 
 
 @dataclass
@@ -160,26 +153,11 @@ class Result(nl.NKIObject):
 
 
 @dataclass
-class Norm(nl.NKIObject):
-    """The norm of x before the first products; gain and bias: fp32 [128, tiles], as the strip.
-
-    order: the order of the features in the strip.
-    """
-
-    kind: str  # "none", "rms", "layer"
-    eps: float
-    gain: object
-    bias: object
-    has_gain: bool
-    has_bias: bool
-    order: str
-
-
-@dataclass
 class Ends(nl.NKIObject):
     """What meets the sums, in SBUF: lists with an element for each linear, or each pair of factors.
 
-    squares: sums of squares of the p of each pair.
+    squares: sums of squares of the p of each pair. norm_gain, norm_bias: of the norm of x, fp32
+    [128, tiles] as its features lie in the strip.
     """
 
     scale: object
@@ -187,3 +165,5 @@ class Ends(nl.NKIObject):
     p_scale: object
     p_bias: object
     squares: object
+    norm_gain: object
+    norm_bias: object

@@ -9,7 +9,7 @@ import nki.language as nl
 
 from .loads_and_stores import evict, finish_columns, finish_rows, load, move
 from .mx import add_mx_rows, add_parts, load_mx_chunk, move_scales
-from .records import Block, Epilogue, Group, Panel, Part, Patch, Result, Step, Term
+from .records import Block, Epilogue, Panel, Part, Patch, Result, Step, Term
 
 
 def load_chunk(term: Term, k0, n0, columns):
@@ -75,7 +75,6 @@ def make_columns(
     joint = bare and at.tokens == 1 and per_bank == panel.group and panel.columns % block == 0
     for n1 in range(0, n_tiles, panel.group):
         count = min(panel.group, n_tiles - n1)
-        part = Group(n1, count)
         sums = []
         for i in range(count * m_tiles):
             if per_bank == 1:
@@ -87,9 +86,9 @@ def make_columns(
                 sums.append(bank[0:128, i % per_bank * wide : (i % per_bank + 1) * wide])
         if second.plan.k > 0:
             # p is there, and the loads of the first are the last ones
-            sum_columns(sums, second_tiles, second, panel, part, at, False)
+            sum_columns(sums, second_tiles, second, panel, n1, count, at, False)
         if first.plan.k > 0:
-            sum_columns(sums, first_tiles, first, panel, part, at, second.plan.k > 0)
+            sum_columns(sums, first_tiles, first, panel, n1, count, at, second.plan.k > 0)
         if joint:
             # one copy for the sums of a bank, which end nearly together
             evict(dst[0:128, n1 : n1 + count, 0], bank[0:128, 0:count], n1 // panel.group)
@@ -105,20 +104,20 @@ def make_columns(
                 )  # fmt: skip
 
 
-def sum_columns(sums, tiles, term: Term, panel: Panel, group: Group, at: Block, begun):
-    """Add (s w)^T of a group of tiles of outputs to its sums; weights stationary, tokens moving."""
+def sum_columns(sums, tiles, term: Term, panel: Panel, n1, count, at: Block, begun):
+    """Add (s w)^T of tiles of outputs from n1 on to their sums; tokens move."""
     for k0 in range(0, term.plan.k, term.plan.chunk):
         rows = min(term.plan.chunk, term.plan.k - k0)
-        if group.first == 0 and not term.plan.ahead:
+        if n1 == 0 and not term.plan.ahead:
             if panel.n0 == 0 and term.left.how != "none":
                 load_left(term, k0, at)
             tiles.append(load_chunk(term, k0, panel.n0, panel.columns))
         w_sb = tiles[k0 // term.plan.chunk]
         if term.plan.parts > 1:
-            add_parts(sums, w_sb, term, panel, group, at.tokens, begun)
+            add_parts(sums, w_sb, term, panel, n1, count, at.tokens, begun)
         elif term.plan.mx_bytes > 0:
             size = term.plan.mx_bytes
-            if group.first + panel.before == 0:
+            if n1 + panel.before == 0:
                 move_scales(w_sb, rows, size, panel.loaded)
             for kt in range((rows + 511) // 512):
                 parts = min(128, (rows - 512 * kt) // 4)
@@ -127,31 +126,31 @@ def sum_columns(sums, tiles, term: Term, panel: Panel, group: Group, at: Block, 
                 above = 4 * (kt % 4)
                 behind = size * panel.loaded + panel.before
                 own = w_sb[above : above + parts - 28, kt // 4, behind : behind + panel.columns]
-                block = Step(0, 1, parts, k0 // 512 + kt)
+                block = Step(0, 1, parts, k0 // 512 + kt, own)
                 add_columns(
-                    sums, data.view(term.element), own, block, term, panel, group, at.tokens, begun
+                    sums, data.view(term.element), block, term, panel, n1, count, at.tokens, begun
                 )  # fmt: skip
         else:
             fours = term.plan.order == "fours"
             pairs = rows // 256 if term.plan.double_row else 0
             for pair in range(pairs):
                 pair_of = Step(2 * pair, 2, 128, k0 // 128 + 2 * pair)
-                add_columns(sums, w_sb, None, pair_of, term, panel, group, at.tokens, begun)
+                add_columns(sums, w_sb, pair_of, term, panel, n1, count, at.tokens, begun)
             for kt in range(2 * pairs, (rows + 511) // 512 * 4 if fours else (rows + 127) // 128):
                 high = (rows - 512 * (kt // 4)) // 4 if fours else rows - 128 * kt
                 single = Step(kt, 1, min(128, high), k0 // 128 + kt)
-                add_columns(sums, w_sb, None, single, term, panel, group, at.tokens, begun)
+                add_columns(sums, w_sb, single, term, panel, n1, count, at.tokens, begun)
 
 
 def add_columns(
-    sums, w_sb, scales, step: Step, term: Term, panel: Panel, group: Group, tokens, begun
+    sums, w_sb, step: Step, term: Term, panel: Panel, n1, count, tokens, begun
 ):  # fmt: skip
-    """Add the products of a step of the contraction to the sums of a group."""
+    """Add the products of a step of the contraction to the sums of `count` tiles of outputs."""
     m_tiles = (tokens + 511) // 512
     m_step = ((tokens + m_tiles - 1) // m_tiles + 15) // 16 * 16
-    for i in range(group.count):
-        begin = (group.first + i) // panel.apart * panel.apart * 128
-        first = begin + (group.first + i) % panel.apart
+    for i in range(count):
+        begin = (n1 + i) // panel.apart * panel.apart * 128
+        first = begin + (n1 + i) % panel.apart
         width = min(128, (panel.columns - begin) // panel.apart)
         last = first + panel.apart * (width - 1) + 1
         for mt in range(m_tiles):
@@ -162,7 +161,7 @@ def add_columns(
                     dst=sums[i * m_tiles + mt][0:width, 0:mw],
                     stationary=w_sb[0 : step.rows, 0, first : last : panel.apart],
                     moving=term.left.strip[0 : step.rows, step.tile, ms : ms + mw],
-                    stationary_scale=scales[0 : step.rows - 28, first : last : panel.apart],
+                    stationary_scale=step.scales[0 : step.rows - 28, first : last : panel.apart],
                     moving_scale=term.left.left_scales[0 : step.rows, step.tile, ms : ms + mw],
                     accumulate=begun or step.tile > 0,
                 )
