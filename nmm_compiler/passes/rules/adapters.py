@@ -28,7 +28,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from nmm_compiler.errors import NmmError
 from nmm_compiler.ops.chosen import ADAPTERS
 from nmm_compiler.passes.chains.chain import (
     Chain,
@@ -39,7 +38,7 @@ from nmm_compiler.passes.chains.chain import (
     read_stage,
     same_tokens,
 )
-from nmm_compiler.passes.chains.safety import DTYPES, Refusal, covered, tokens_to_judge, unsafe
+from nmm_compiler.passes.chains.safety import Refusal, covered, tokens_to_judge, unsafe
 from nmm_compiler.passes.emit.calls import Lowering, times
 from nmm_compiler.passes.emit.editor import Editor
 from nmm_compiler.passes.graph import views
@@ -147,10 +146,10 @@ class Adapters(KernelRule):
     ) -> Match | Refusal:
         """Return the match of one call, or why there is none."""
         reads = [one for one in call.plain() if one is not None] + call.factors
-        floats = {graph.dtype(one) for one in reads}
-        if len(floats) != 1 or not floats <= {*DTYPES} or graph.dtype(node) not in floats:
-            names = ", ".join(sorted(dtype_name(one) for one in floats))
-            return Refusal("dtype", f"x, weights and factors are {names}", node)
+        dtypes = {dtype_name(graph.dtype(one)) for one in (node, *reads)}
+        if len(dtypes) > 1:
+            text = f"x, weights, factors and the result are {', '.join(sorted(dtypes))}"
+            return Refusal("dtype", text, node)
         writes = [one for one in inner if one in graph.effects.writers]
         also = () if last is node else (node,)
         why = unsafe(graph, inner, last, reads + call.others, allowed=writes, also_final=also)
@@ -158,14 +157,10 @@ class Adapters(KernelRule):
             return why
         tokens = tokens_to_judge(views.product(graph.sizes(call.linear.args[0])[:-1]))
         lowering = Lowering(graph, node, tokens)
-        try:
-            spec = lowering.kernel(ADAPTERS.name, call.named(lowering))
-            spec.check(graph.chip)
-        except (NmmError, TypeError) as error:
-            return Refusal("no_kernel", str(error), node)
-        sizes = {name: getattr(spec, name) for name in ("m", "k", "r", "n", "groups")}
-        match = Match(self.name, node, frozenset(inner), data=call, info=sizes)
-        return self.priced(graph, match, spec)
+        match = Match(self.name, node, frozenset(inner), data=call)
+        return self.of_spec(
+            graph, match, lambda: lowering.kernel(ADAPTERS.name, call.named(lowering))
+        )
 
     def rewrite(self, graph: Canonical, match: Match, editor: Editor) -> fx.Node:
         """Emit the stacked factors, the index and the call."""

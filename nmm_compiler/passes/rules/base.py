@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
+from nmm_compiler.errors import NmmError
 from nmm_compiler.passes.chains.safety import REMEDIES, Refusal, call_ways, refuse, slower
 from nmm_compiler.records import Record
 
@@ -200,6 +201,19 @@ class KernelRule(Rule):
             notes=call.notes(graph),
         )
         return self.priced(graph, match, spec or call.spec(graph))
+
+    def of_spec(
+        self, graph: Canonical, match: Match, spec_of: Callable[[], KernelSpec]
+    ) -> Match | Refusal:
+        """Return a match with the sizes and the price of its call, or why no kernel computes it."""
+        try:
+            spec = spec_of()
+            spec.check(graph.chip)
+        except (NmmError, TypeError) as error:
+            return Refusal("no_kernel", str(error), match.node)
+        sizes = ("m", "k", "r", "n", "groups", "top_k")
+        match.info |= {name: getattr(spec, name) for name in sizes if hasattr(spec, name)}
+        return self.priced(graph, match, spec)
 
     def priced(self, graph: Canonical, match: Match, spec: KernelSpec) -> Match | Refusal:
         """Return a match with the price of its call, or a refusal where smaller calls are predicted

@@ -7,12 +7,11 @@
       ->   nmm.experts(x, gate_up, down, index, gates)
 
 Both have masks where experts are shared by devices: an index of the number of experts or more is
-an expert of another device, and becomes -1. A product of all tokens with all experts, in which the
-scores of experts that a token did not choose are 0, becomes a call for the chosen ones:
+an expert of another device, and becomes -1. Llama 4's product of all tokens with all experts, in
+which the scores of experts that a token did not choose are 0, becomes a call for the chosen ones:
 
-    scores = sigmoid(full(-inf).scatter(1, index, top))  or  zeros.scatter(1, index, top)
-    bmm(act(bmm(x.repeat(experts, 1) * scores.T, gate_up)), down).sum(0)           Llama 4
-    (bmm(act(bmm(x.repeat(experts, 1), gate_up)), down) * scores.T).sum(0)
+    scores = sigmoid(full(-inf).scatter(1, index, top))
+    bmm(act(bmm(x.repeat(experts, 1) * scores.T, gate_up)), down).sum(0)
 
 `batched`, `grouped` and `of_all` are these forms as transformers writes them. Each is traced, and
 `_agrees` compares the trace with the graph, node by node. The function between the products is
@@ -28,7 +27,7 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -37,10 +36,9 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from nmm_compiler.errors import NmmError
+from nmm_compiler.kernels.base import KernelSpec
 from nmm_compiler.ops.chosen import EXPERTS, said_of
 from nmm_compiler.passes.chains.safety import (
-    DTYPES,
     Refusal,
     real_users,
     tokens_to_judge,
@@ -58,9 +56,11 @@ RESHAPES = frozenset({"view", "reshape", "flatten"})
 _PRODUCTS = (*GROUPED, "bmm")
 _ONE_NAME = {
     **dict.fromkeys(GROUPED, "grouped_mm"), **dict.fromkeys(RESHAPES, "reshape"),
-    "setitem_": "index_put_", "mT": "transpose", "floor_divide": "floordiv",
+    **{f"{name}_": name for name in ("add", "clamp", "masked_fill")},
+    "mT": "transpose", "floor_divide": "floordiv",
 }  # fmt: skip
-"""The names of operations that a form has in one spelling."""
+"""The names of operations that a form has in one spelling; what reads a value behind a write in
+place reads its result."""
 _OF_DIMS = ("unsqueeze", "squeeze", "transpose")
 
 # What may stand between the products of an expert, beside casts.
@@ -85,17 +85,9 @@ def name_of(value: Any) -> str | None:
 # Numbers have names: each stands for one number. `function` is what stands between the products.
 
 _GIVEN = ("x", "index", "gates", "gate_up", "down", "gate_up_bias", "down_bias")
-_BIASES = ("in place", "added", "")
 
 
-def _plus(y: Any, bias: Any, how: str) -> Any:
-    """Return y with a bias, which is added in place or not, or without one."""
-    if how == "in place":
-        y.add_(bias)
-    return y + bias if how == "added" else y
-
-
-def batched(of: Any, bias: str, turned: bool, absent: bool) -> Any:
+def batched(of: Any, biased: bool, turned: bool, absent: bool) -> Any:
     """Return y times its gates: weights are gathered for each pick."""
     picks, each = of.index.reshape(-1), of.gates.reshape(-1)
     if absent:
@@ -107,13 +99,13 @@ def batched(of: Any, bias: str, turned: bool, absent: bool) -> Any:
             y = torch.bmm(weight[picks], rows.unsqueeze(-1)).squeeze(-1)
         else:
             y = torch.bmm(rows.unsqueeze(-2), weight[picks]).squeeze(-2)
-        return _plus(y, own[picks], bias)
+        return y + own[picks] if biased else y
 
     h = linear(of.x.repeat_interleave("top_k", dim=0), of.gate_up, of.gate_up_bias)
     return linear(h.function(), of.down, of.down_bias) * each.unsqueeze(-1)
 
 
-def grouped(of: Any, bias: str, turned: bool, absent: bool) -> Any:
+def grouped(of: Any, biased: bool, turned: bool, absent: bool) -> Any:
     """Return y times its gates: rows are sorted by expert."""
     ordered: Any = torch.sort(of.index.reshape(-1))
     picks, perm = ordered[0], ordered[1]
@@ -122,28 +114,24 @@ def grouped(of: Any, bias: str, turned: bool, absent: bool) -> Any:
     offsets = counts.cumsum(dim=0, dtype="dtype")
     mask = (picks >= "groups").unsqueeze(-1)
     if absent:  # rows of absent experts are 0, their picks in bounds for gathers of biases
-        picks.clamp_(max="last")
-        rows.masked_fill_(mask, 0.0)
+        picks, rows = picks.clamp(max="last"), rows.masked_fill(mask, 0.0)
 
     def linear(rows: Any, weight: Any, own: Any) -> Any:
         weight = weight.transpose(-2, -1) if turned else weight
-        y = _plus(torch._grouped_mm(rows, weight, offs=offsets), own[picks], bias)
+        y = torch._grouped_mm(rows, weight, offs=offsets)
+        y = y + own[picks] if biased else y
         return y.masked_fill(mask, 0.0) if absent else y
 
     h = linear(rows, of.gate_up, of.gate_up_bias)
     y = linear(h.function(), of.down, of.down_bias) * each.unsqueeze(-1)
     inverse: Any = torch.empty_like(perm)
-    inverse.index_put_(perm, "arange")
-    return y[inverse]
+    return y[inverse.written(perm, "arange")]
 
 
-def of_all(of: Any, bias: str, scaled: bool) -> Any:
-    """Return y of all tokens and all experts; scaled: gates multiply x, and not y."""
-    rows = of.x.repeat("groups", 1)
-    rows = (rows * of.gates if scaled else rows).reshape()
-    h: Any = _plus(torch.bmm(rows, of.gate_up), of.gate_up_bias, bias)
-    y = _plus(torch.bmm(h.function(), of.down), of.down_bias, bias)
-    return y if scaled else y.reshape() * of.gates
+def of_all(of: Any) -> Any:
+    """Return y of all tokens, of which gates multiply x, and all experts."""
+    rows = (of.x.repeat("groups", 1) * of.gates).reshape()
+    return torch.bmm(torch.bmm(rows, of.gate_up).function(), of.down)  # type: ignore[attr-defined]
 
 
 @functools.cache
@@ -190,6 +178,11 @@ def _agrees(graph: Canonical, own: Any, value: Any, found: dict[Any, Any]) -> bo
     found[own] = value
     if own.op == "placeholder":
         return True
+    if own.target == "written":
+        found["writes"] = writes = [one for one in value.users if one in graph.effects.writers]
+        _require(len(writes) == 1 and name_of(writes[0]) == "setitem_")
+        pairs = zip(own.args, writes[0].args, strict=True)
+        return all(_agrees(graph, *pair, found) for pair in pairs)
     if own.target == "function":
         between, h = _region(value)
         found["function"] = between, h, value
@@ -205,30 +198,17 @@ def _agrees(graph: Canonical, own: Any, value: Any, found: dict[Any, Any]) -> bo
     return False
 
 
-def _writes(graph: Canonical, end: fx.Node, found: dict[Any, Any]) -> frozenset[fx.Node]:
-    """Return the writes of a form in the graph; NotExpertsError where one is not there once."""
-    writes = []
-    for own in end.graph.nodes:
-        name = _said(None, own)[0]
-        if own.op != "placeholder" and name.split()[0].endswith("_"):
-            users = [one for one in found[own.args[0]].users if _said(graph, one)[0] == name]
-            _require(len(users) == 1 and _agrees(graph, own, users[0], found))
-            writes += users
-    return frozenset(writes)
-
-
 def _found(
     graph: Canonical, value: Any, forms: Iterator[tuple[Any, ...]]
-) -> tuple[dict[str, Any], frozenset[fx.Node], tuple[Any, ...]]:
-    """Return the values of the first form that a value is, by their names in it, its writes, and
-    which one it is; NotExpertsError where it is none."""
+) -> tuple[dict[str, Any], tuple[Any, ...]]:
+    """Return the values of the first form that a value is, by their names in it, and which one it
+    is; NotExpertsError where it is none."""
     for form, *said in forms:
         end, found = _traced(form, *said), dict[Any, Any](casts=())
         with contextlib.suppress(NotExpertsError):
             if _agrees(graph, end, value, found):
-                writes = _writes(graph, end, found)
                 names = {own.name if isinstance(own, fx.Node) else own: own for own in found}
-                return {name: found[own] for name, own in names.items()}, writes, tuple(said)
+                return {name: found[own] for name, own in names.items()}, tuple(said)
     raise NotExpertsError
 
 
@@ -236,16 +216,15 @@ def _found(
 class _Mixture:
     """What one mixture computes.
 
-    given: the arguments of nmm.experts by name. scores: [tokens, experts], which have the gates
-    where these are None. scaled: they multiply x and not y. absent: an index of the number of
-    experts or more is no expert. writes: nodes that write in place to what the mixture makes.
+    given: the arguments of nmm.experts by name. scores: [tokens, experts], which have the gates,
+    and multiply x and not y, where these are None. absent: an index of the number of experts or
+    more is no expert. writes: nodes that write in place to what the mixture makes.
     """
 
     given: dict[str, Any]
     scores: fx.Node | None = None
-    scaled: bool = False
     absent: bool = False
-    writes: frozenset[fx.Node] = frozenset()
+    writes: Sequence[fx.Node] = ()
 
     @property
     def operands(self) -> list[fx.Node]:
@@ -283,30 +262,29 @@ class Experts(KernelRule):
             return mixture
         given: Any = EXPERTS.bound((), fx.map_arg(mixture.given, graph.values.__getitem__))
         dtype = given["x"].dtype
-        if dtype not in DTYPES:
-            return Refusal("dtype", f"no kernel computes experts in {dtype}", node)
         branched = any(given[name] is not None for name in ("gate_up_v", "down_v"))
         if given["format"] == "fp8" and branched and dtype == torch.float16:
             why = "a branch divided by small scales may leave float16; cast the model to bfloat16"
             return Refusal("no_kernel", why, node)
         ends, reads = [node, *mixture.writes], mixture.operands
-        inner = [n for n in upstream(ends, {*reads}) if n.op not in ("placeholder", "get_attr")]
+        inner = {n for n in upstream(ends, {*reads}) if n.op not in ("placeholder", "get_attr")}
+        for write in graph.effects.writers:
+            if not write.users and write.all_input_nodes[0] in inner:  # nothing reads it
+                inner.add(write)
         why_not = unsafe(graph, inner, node, reads, allowed=mixture.writes)
         if why_not is not None:
             return why_not
-        try:
+
+        def spec() -> KernelSpec:
             tokens = tokens_to_judge(math.prod(given["index"].shape[:-1]))
-            spec = EXPERTS.spec_of(given, tokens, dtype_name(dtype))
-            if mixture.scaled:
-                spec = replace(spec, m=spec.m * spec.top_k, top_k=1)
-            spec.check(graph.chip)
-        except (NmmError, TypeError) as error:
-            return Refusal("no_kernel", str(error), node)
-        sizes = {name: getattr(spec, name) for name in ("m", "k", "n", "groups", "top_k")}
-        info = {**sizes, "chains": 0}  # its products are dense
+            made = EXPERTS.spec_of(given, tokens, dtype_name(dtype))
+            scaled = mixture.scores is not None
+            return replace(made, m=made.m * made.top_k, top_k=1) if scaled else made
+
+        info = {"chains": 0}  # its products are dense
         match = Match(self.name, node, frozenset(inner), data=mixture, info=info)
-        priced = self.priced(graph, match, spec)
-        return match if _is_own(node) else priced
+        priced = self.of_spec(graph, match, spec)
+        return match if _is_own(node) and "predicted" in match.info else priced
 
     def _read(self, graph: Canonical, node: Any) -> _Mixture | Refusal:
         """Return the mixture that ends at a node; NotExpertsError where there is none.
@@ -339,25 +317,23 @@ class Experts(KernelRule):
         values, mixture, old = graph.values, match.data, match.node
         x, index, gates = (mixture.given[name] for name in ("x", "index", "gates"))
         groups = editor.shape(mixture.given["down"])[0]
-        if mixture.scores is not None:
-            gates = editor.call(aten.gather.default, mixture.scores, 1, index)
+        if mixture.scores is not None:  # a row for each pick, since each has its own x
+            each = editor.call(aten.gather.default, mixture.scores, 1, index)
+            row = editor.call(aten.unsqueeze.default, x, 1)
+            row = editor.call(aten.mul.Tensor, row, editor.call(aten.unsqueeze.default, each, -1))
+            x = editor.call(aten.flatten.using_ints, row, 0, 1)
+            index = editor.call(aten.view.default, index, [-1, 1])
+            gates = editor.call(aten.ones_like.default, index, dtype=values[x].dtype)
         elif mixture.absent:
             index = editor.call(aten.clamp.default, index, 0)
             elsewhere = editor.call(aten.ge.Scalar, index, groups)
             index = editor.call(aten.masked_fill.Scalar, index, elsewhere, -1)
         elif not (_is_own(old) or _is_top_k(index)):
             index = counted_from_end(editor, index, groups)
-        if mixture.scaled:  # a row for each pick, since each has its own x
-            row = editor.call(aten.unsqueeze.default, x, 1)
-            row = editor.call(aten.mul.Tensor, row, editor.call(aten.unsqueeze.default, gates, -1))
-            picks = editor.shape(row)
-            x = editor.call(aten.flatten.using_ints, row, 0, 1)
-            index = editor.call(aten.view.default, index, [-1, 1])
-            gates = editor.call(aten.ones_like.default, index, dtype=values[x].dtype)
         given = mixture.given | {"x": x, "index": index, "gates": gates}
         new = editor.kernel(EXPERTS.name, given, values[x].new_empty(values[x].shape))
-        if mixture.scaled:
-            new = editor.call(aten.sum.dim_IntList, editor.reshape(new, picks), [1])
+        if mixture.scores is not None:
+            new = editor.call(aten.sum.dim_IntList, editor.reshape(new, editor.shape(row)), [1])
         new = editor.reshape(new, editor.shape(old))
         wanted = values[old].dtype
         if values[new].dtype != wanted:
@@ -403,8 +379,9 @@ def _rounds(graph: Canonical, node: Any, dtype: Any) -> bool:
 def _of_picks(graph: Canonical, node: Any) -> tuple[_Mixture, dict[str, Any]]:
     """Read a sum over the picks of each token; return the values of its form, too."""
     shape = graph.sizes(node.args[0])
-    forms = itertools.product((batched, grouped), _BIASES, (False, True), (True, False))
-    found, writes, (_, turned, absent) = _found(graph, _behind(node.args[0], RESHAPES), forms)
+    ways = (True, False)
+    forms = itertools.product((batched, grouped), ways, ways, ways)
+    found, (_, turned, absent) = _found(graph, _behind(node.args[0], RESHAPES), forms)
     sizes = [graph.sizes(found[name]) for name in ("index", "gates", "x")]
     _require(len(shape) == 3 and sizes == [tuple(shape[:2])] * 2 + [(shape[0], shape[2])])
     groups = (graph.shape(found["down"]) or (0,))[0]
@@ -414,22 +391,16 @@ def _of_picks(graph: Canonical, node: Any) -> tuple[_Mixture, dict[str, Any]]:
     _require(places is None or len(_named(places, ("arange",)).args) == 1)
     given = {name: found.get(name) for name in _GIVEN}
     given["weight_layout"] = "col" if turned else "row"
-    return _Mixture(given, absent=absent, writes=writes), found
+    return _Mixture(given, absent=absent, writes=found.get("writes", ())), found
 
 
 def _of_all(graph: Canonical, node: Any) -> tuple[_Mixture, dict[str, Any]]:
     """Read a sum over experts of a product of all tokens with all of them; return the values of its
     form, too."""
-    # with scaled x, an expert that no token chose would add its bias
-    forms = (*((of_all, bias, False) for bias in _BIASES), (of_all, "", True))
-    found, writes, (_, scaled) = _found(graph, _behind(node.args[0], RESHAPES), iter(forms))
+    found, _ = _found(graph, _behind(node.args[0], RESHAPES), iter([(of_all,)]))
     size, groups = graph.sizes(found["x"]), (graph.shape(found["down"]) or (0,))[0]
     _require(len(size) == 2 and graph.sizes(found["reshape"]) == (groups, *size))
     _require(found["groups"] == groups and math.prod(graph.sizes(node)) == math.prod(size))
-    for name in _GIVEN[-2:] if "gate_up_bias" in found else ():
-        held, dims = graph.base(found[name])
-        _require([*dims] == [*graph.whole(held)[:1], (), *graph.whole(held)[1:]])
-        found[name] = held
     scores: Any
     scores, dims = graph.base(found["gates"])  # each for one row of features
     _require(graph.sizes(found["mul"])[:-1] == graph.sizes(found["gates"])[:-1])
@@ -438,21 +409,17 @@ def _of_all(graph: Canonical, node: Any) -> tuple[_Mixture, dict[str, Any]]:
     index = _sparse(scores)
     _require(graph.sizes(scores) == (size[0], groups))
     given = {name: found.get(name) for name in _GIVEN} | {"index": index, "gates": None}
-    return _Mixture(given, scores=scores, scaled=scaled, writes=writes), found
+    return _Mixture(given, scores=scores), found
 
 
 def _sparse(scores: Any) -> fx.Node:
     """Return the index of the experts whose scores are not 0; those are the largest of a row."""
-    node, wanted = _behind(scores, _CASTS), 0.0
-    if name_of(node) == "sigmoid":
-        node, wanted = _behind(node.args[0], _CASTS), -math.inf
-    given = _named(node, ("scatter", "scatter_"))
-    into, index = given.args[0], _given(given, 2, "index")
+    inner = _named(_behind(scores, _CASTS), ("sigmoid",)).args[0]
+    given = _named(_behind(inner, _CASTS), ("scatter", "scatter_"))
+    into, index = _named(given.args[0], ("full", "full_like")), _given(given, 2, "index")
     # else it sums where an expert is there twice
     _require(not set(given.kwargs) - {"dim", "index", "src"} and len(given.args) <= 4)
-    fill = into.args[1] if name_of(into) in ("full_like", "full") else None
-    fill = 0.0 if name_of(into) in ("zeros_like", "zeros") else fill
-    _require(fill == wanted and _given(given, 1, "dim") in (1, -1))
+    _require(into.args[1] == -math.inf and _given(given, 1, "dim") in (1, -1))
     _require(_is_top_k(index) and index.args[1] == 1)  # no expert twice
     return index
 
