@@ -182,6 +182,42 @@ def test_llama_4_multiplies_all_tokens_with_the_experts_that_they_chose(top_k):
     torch.testing.assert_close(*results_and_gradients(layer, x), rtol=1e-4, atol=1e-4)
 
 
+def clamped(both):
+    gate, up = both[..., ::2].clamp(max=7.0), both[..., 1::2].clamp(min=-7.0, max=7.0)
+    return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+
+
+class AllExperts(torch.nn.Module):
+    """gpt-oss's experts as one product of all tokens with all of them."""
+
+    def __init__(self, fill=0.0, chosen=True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.fill, self.chosen = fill, chosen
+        shapes = {"up": (4, 32, 48), "up_bias": (4, 48), "down": (4, 24, 32), "down_bias": (4, 32)}
+        for name, shape in shapes.items():
+            self.register_parameter(name, torch.nn.Parameter(torch.randn(shape) / 6))
+
+    def forward(self, x, logits):
+        top, index = logits.topk(2, -1)
+        index = index if self.chosen else logits.long().abs()[:, :2] % 4
+        scores = torch.full_like(logits, self.fill).scatter_(1, index, top.softmax(-1))
+        rows = x.repeat(4, 1).view(4, -1, 32)
+        h = torch.bmm(rows, self.up) + self.up_bias[..., None, :]
+        y = torch.bmm(clamped(h), self.down) + self.down_bias[..., None, :]
+        y = y.view(4, 3, -1, 32) * scores.transpose(0, 1).view(4, 3, -1)[..., None]
+        return y.sum(dim=0)
+
+
+@pytest.mark.parametrize("changes", [{}, {"fill": 0.5}, {"chosen": False}])
+def test_gates_of_all_experts_that_are_0_leave_the_chosen_ones(changes):
+    """Others may not be 0: all experts stay."""
+    torch.manual_seed(1)
+    model, args = AllExperts(**changes), (torch.randn(3, 32), torch.randn(3, 4))
+    assert explained(model, args)[0] == ([] if changes else ["experts"])
+    torch.testing.assert_close(compiled(model)(*args), model(*args))
+
+
 @pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])
 @pytest.mark.parametrize("way", ["grouped_mm", "batched_mm"])
 def test_experts_of_other_devices_are_left_out(name, way):

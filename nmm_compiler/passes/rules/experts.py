@@ -7,11 +7,12 @@
       ->   nmm.experts(x, gate_up, down, index, gates)
 
 Both have masks where experts are shared by devices: an index of the number of experts or more is
-an expert of another device, and becomes -1. Llama 4's product of all tokens with all experts, in
-which the scores of experts that a token did not choose are 0, becomes a call for the chosen ones:
+an expert of another device, and becomes -1. A product of all tokens with all experts, in which the
+scores of experts that a token did not choose are 0, becomes a call for the chosen ones:
 
-    scores = sigmoid(full(-inf).scatter(1, index, top))
-    bmm(act(bmm(x.repeat(experts, 1) * scores.T, gate_up)), down).sum(0)
+    scores = sigmoid(full(-inf).scatter(1, index, top))  or  zeros.scatter(1, index, top)
+    bmm(act(bmm(x.repeat(experts, 1) * scores.T, gate_up)), down).sum(0)           Llama 4
+    (bmm(act(bmm(x.repeat(experts, 1), gate_up)), down) * scores.T).sum(0)         gpt-oss, 4.56
 
 `batched`, `grouped` and `of_all` are these forms as transformers writes them. Each is traced, and
 `_agrees` compares the trace with the graph, node by node. The function between the products is
@@ -62,6 +63,7 @@ _ONE_NAME = {
 """The names of operations that a form has in one spelling; what reads a value behind a write in
 place reads its result."""
 _OF_DIMS = ("unsqueeze", "squeeze", "transpose")
+_FULL = ("full", "full_like")
 
 # What may stand between the products of an expert, beside casts.
 _OF_ELEMENTS = frozenset({
@@ -128,10 +130,13 @@ def grouped(of: Any, biased: bool, turned: bool, absent: bool) -> Any:
     return y[inverse.written(perm, "arange")]
 
 
-def of_all(of: Any) -> Any:
-    """Return y of all tokens, of which gates multiply x, and all experts."""
-    rows = (of.x.repeat("groups", 1) * of.gates).reshape()
-    return torch.bmm(torch.bmm(rows, of.gate_up).function(), of.down)  # type: ignore[attr-defined]
+def of_all(of: Any, biased: bool, scaled: bool) -> Any:
+    """Return y of all tokens and all experts; scaled: gates multiply x, and not y."""
+    rows = of.x.repeat("groups", 1)
+    h: Any = torch.bmm((rows * of.gates if scaled else rows).reshape(), of.gate_up)
+    y = torch.bmm((h + of.gate_up_bias if biased else h).function(), of.down)
+    y = y + of.down_bias if biased else y
+    return y if scaled else y.reshape() * of.gates
 
 
 @functools.cache
@@ -216,13 +221,14 @@ def _found(
 class _Mixture:
     """What one mixture computes.
 
-    given: the arguments of nmm.experts by name. scores: [tokens, experts], which have the gates,
-    and multiply x and not y, where these are None. absent: an index of the number of experts or
-    more is no expert. writes: nodes that write in place to what the mixture makes.
+    given: the arguments of nmm.experts by name. scores: [tokens, experts], which have the gates
+    where these are None. scaled: they multiply x and not y. absent: an index of the number of
+    experts or more is no expert. writes: nodes that write in place to what the mixture makes.
     """
 
     given: dict[str, Any]
     scores: fx.Node | None = None
+    scaled: bool = False
     absent: bool = False
     writes: Sequence[fx.Node] = ()
 
@@ -278,8 +284,7 @@ class Experts(KernelRule):
         def spec() -> KernelSpec:
             tokens = tokens_to_judge(math.prod(given["index"].shape[:-1]))
             made = EXPERTS.spec_of(given, tokens, dtype_name(dtype))
-            scaled = mixture.scores is not None
-            return replace(made, m=made.m * made.top_k, top_k=1) if scaled else made
+            return replace(made, m=made.m * made.top_k, top_k=1) if mixture.scaled else made
 
         info = {"chains": 0}  # its products are dense
         match = Match(self.name, node, frozenset(inner), data=mixture, info=info)
@@ -317,10 +322,11 @@ class Experts(KernelRule):
         values, mixture, old = graph.values, match.data, match.node
         x, index, gates = (mixture.given[name] for name in ("x", "index", "gates"))
         groups = editor.shape(mixture.given["down"])[0]
-        if mixture.scores is not None:  # a row for each pick, since each has its own x
-            each = editor.call(aten.gather.default, mixture.scores, 1, index)
+        if mixture.scores is not None:
+            gates = editor.call(aten.gather.default, mixture.scores, 1, index)
+        if mixture.scaled:  # a row for each pick, since each has its own x
             row = editor.call(aten.unsqueeze.default, x, 1)
-            row = editor.call(aten.mul.Tensor, row, editor.call(aten.unsqueeze.default, each, -1))
+            row = editor.call(aten.mul.Tensor, row, editor.call(aten.unsqueeze.default, gates, -1))
             x = editor.call(aten.flatten.using_ints, row, 0, 1)
             index = editor.call(aten.view.default, index, [-1, 1])
             gates = editor.call(aten.ones_like.default, index, dtype=values[x].dtype)
@@ -332,7 +338,7 @@ class Experts(KernelRule):
             index = counted_from_end(editor, index, groups)
         given = mixture.given | {"x": x, "index": index, "gates": gates}
         new = editor.kernel(EXPERTS.name, given, values[x].new_empty(values[x].shape))
-        if mixture.scores is not None:
+        if mixture.scaled:
             new = editor.call(aten.sum.dim_IntList, editor.reshape(new, editor.shape(row)), [1])
         new = editor.reshape(new, editor.shape(old))
         wanted = values[old].dtype
@@ -397,10 +403,16 @@ def _of_picks(graph: Canonical, node: Any) -> tuple[_Mixture, dict[str, Any]]:
 def _of_all(graph: Canonical, node: Any) -> tuple[_Mixture, dict[str, Any]]:
     """Read a sum over experts of a product of all tokens with all of them; return the values of its
     form, too."""
-    found, _ = _found(graph, _behind(node.args[0], RESHAPES), iter([(of_all,)]))
+    # with scaled x, an expert that no token chose would add its bias
+    forms = ((of_all, True, False), (of_all, False, False), (of_all, False, True))
+    found, (_, scaled) = _found(graph, _behind(node.args[0], RESHAPES), iter(forms))
     size, groups = graph.sizes(found["x"]), (graph.shape(found["down"]) or (0,))[0]
     _require(len(size) == 2 and graph.sizes(found["reshape"]) == (groups, *size))
     _require(found["groups"] == groups and math.prod(graph.sizes(node)) == math.prod(size))
+    for name in _GIVEN[-2:] if "gate_up_bias" in found else ():
+        held, dims = graph.base(found[name])
+        _require([*dims] == [*graph.whole(held)[:1], (), *graph.whole(held)[1:]])
+        found[name] = held
     scores: Any
     scores, dims = graph.base(found["gates"])  # each for one row of features
     _require(graph.sizes(found["mul"])[:-1] == graph.sizes(found["gates"])[:-1])
@@ -409,17 +421,20 @@ def _of_all(graph: Canonical, node: Any) -> tuple[_Mixture, dict[str, Any]]:
     index = _sparse(scores)
     _require(graph.sizes(scores) == (size[0], groups))
     given = {name: found.get(name) for name in _GIVEN} | {"index": index, "gates": None}
-    return _Mixture(given, scores=scores), found
+    return _Mixture(given, scores=scores, scaled=scaled), found
 
 
 def _sparse(scores: Any) -> fx.Node:
     """Return the index of the experts whose scores are not 0; those are the largest of a row."""
-    inner = _named(_behind(scores, _CASTS), ("sigmoid",)).args[0]
-    given = _named(_behind(inner, _CASTS), ("scatter", "scatter_"))
-    into, index = _named(given.args[0], ("full", "full_like")), _given(given, 2, "index")
+    node, wanted = _behind(scores, _CASTS), 0.0
+    if name_of(node) == "sigmoid":
+        node, wanted = _behind(node.args[0], _CASTS), -math.inf
+    given = _named(node, ("scatter", "scatter_"))
+    into, index = given.args[0], _given(given, 2, "index")
     # else it sums where an expert is there twice
     _require(not set(given.kwargs) - {"dim", "index", "src"} and len(given.args) <= 4)
-    _require(into.args[1] == -math.inf and _given(given, 1, "dim") in (1, -1))
+    fill = 0.0 if name_of(into) in ("zeros", "zeros_like") else _named(into, _FULL).args[1]
+    _require(fill == wanted and _given(given, 1, "dim") in (1, -1))
     _require(_is_top_k(index) and index.args[1] == 1)  # no expert twice
     return index
 
