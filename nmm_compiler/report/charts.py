@@ -8,6 +8,7 @@ layout engine, stays readable on a phone, and reads like the code: inputs are al
 from __future__ import annotations
 
 import html
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,23 +49,15 @@ def bars(
     """
     sums = [sum(values) for _, values in rows]
     totals = [f"{f'{total:,.0f}' if total >= 1e4 else f'{total:.4g}'} {unit}" for total in sums]
-    left = 10 + 7 * max((len(name) for name, _ in rows), default=0)
-    right = 12 + 7 * max(map(len, totals), default=0)
+    left, right = (12 + 7 * max(map(len, texts), default=0) for texts in (dict(rows), totals))
     axis = Axis(0.0, max(sums, default=0.0) or 1.0, left, max(WIDTH - right, left + 60))
-    body, top = legend(keys, 4)
+    drawn = []
     for (name, values), total in zip(rows, totals, strict=True):
-        body.append(label(left - 6, top + 14, name, "end"))
-        start = 0.0
-        for key, value, colour in zip(keys, values, colours(len(keys)), strict=True):
-            wide = round(axis.at(start + value) - axis.at(start), 2)
-            said = hint(f"{name}, {key}: {value:.4g} {unit}")
-            body.append(
-                f'<rect x="{axis.at(start)}" y="{top}" width="{wide}" height="18" '
-                f'fill="var({colour})">{said}</rect>'
-            )
-            start += value
-        body.append(label(axis.at(start) + 6, top + 14, total))
-        top += 26
+        ends = [0.0, *itertools.accumulate(values)]
+        said = [f"{key}: {value:.4g} {unit}" for key, value in zip(keys, values, strict=True)]
+        parts = zip(ends, ends[1:], colours(len(keys)), said, strict=False)
+        drawn.append((name, tuple(parts), total))
+    body, top = _stacked(drawn, axis, legend(keys, 4))
     return Drawing(svg(body, top + 10, text), text)
 
 
@@ -74,26 +67,41 @@ def gain_bars(rows: Sequence[tuple[str, float, bool]], text: str) -> Drawing:
     rows: (name, times faster, whether that is told apart from no gain); those that are not are
     grey. The axis is logarithmic: twice and half as fast are equally long.
     """
-    left = 10 + 7 * max((len(name) for name, _, _ in rows), default=0)
-    every = [1.0, *(gain for _, gain, _ in rows)]
-    low, high = min(*every, 1 / 1.1), max(*every, 1.1)
-    axis = Axis(low, high, left + 54, WIDTH - 64, log=True)
-    body, top = legend(("told apart", "within the error"), 4, ("--a", "--h"))
-    bottom = top + 26 * len(rows)
-    body += [rule(axis.at(1.0), axis.at(1.0), top - 4, bottom)]
-    body += [label(axis.at(1.0), bottom + 14, "1.0, as fast", "middle")]
-    for name, gain, told in rows:
-        body.append(label(left - 6, top + 14, name, "end"))
-        ends = sorted((axis.at(1.0), axis.at(gain)))
-        said = hint(f"{name}: {gain:.2f}x" + ("" if told else ", not told apart"))
-        body.append(
-            f'<rect x="{ends[0]}" y="{top}" width="{round(ends[1] - ends[0], 2)}" height="18" '
-            f'fill="var({"--a" if told else "--h"})">{said}</rect>'
-        )
-        at, anchor = (ends[1] + 5, "start") if gain >= 1.0 else (ends[0] - 5, "end")
-        body.append(label(at, top + 14, f"{gain:.2f}x", anchor))
+    every = [1 / 1.1, 1.1, *(gain for _, gain, _ in rows)]
+    left = 12 + 7 * max((len(name) for name, _, _ in rows), default=0)
+    axis = Axis(min(every), max(every), left, WIDTH - 64, log=True)
+    drawn = [
+        (name, ((min(1.0, gain), max(1.0, gain), "--a" if told else "--h", "times as fast"),),
+         f"{gain:.2f}x")
+        for name, gain, told in rows
+    ]  # fmt: skip
+    keys = legend(("told apart", "within the error"), 4, ("--a", "--h"))
+    body, top = _stacked(drawn, axis, keys)
+    body.append(rule(axis.at(1.0), axis.at(1.0), keys[1] - 4, top))
+    body.append(label(axis.at(1.0), top + 14, "1.0, as fast", "middle"))
+    return Drawing(svg(body, top + 22, text), text)
+
+
+def _stacked(
+    rows: Sequence[tuple[str, Sequence[tuple[float, float, str, str]], str]], axis: Axis,
+    above: tuple[list[str], float],
+) -> tuple[list[str], float]:  # fmt: skip
+    """Return the marks of bars below a legend, and where they end.
+
+    rows: name, (start, stop, colour, what it is) of each part, and what stands behind the last.
+    """
+    body, top = above
+    for name, parts, said in rows:
+        body.append(label(axis.start - 6, top + 14, name, "end"))
+        for start, stop, colour, what in parts:
+            left, wide = axis.at(start), round(axis.at(stop) - axis.at(start), 2)
+            body.append(
+                f'<rect x="{left}" y="{top}" width="{wide}" height="18" '
+                f'fill="var({colour})">{hint(f"{name}, {what}, {said}")}</rect>'
+            )
+        body.append(label(axis.at(parts[-1][1]) + 6, top + 14, said))
         top += 26
-    return Drawing(svg(body, bottom + 22, text), text)
+    return body, top
 
 
 def colours(count: int) -> list[str]:
@@ -166,15 +174,14 @@ def graph(nodes: Sequence[GraphNode], text: str) -> Drawing:
     left = 24 + 10 * min(longest, 10)
     body = []
     for start, stop in arcs:
-        top, bottom = _middle(start), _middle(stop)
+        top, bottom = _ROW * (start + 0.5), _ROW * (stop + 0.5)
         bulge = left - 14 - (left - 24) * (stop - start) / longest
         body.append(
             f'<path d="M{left - 8} {top}C{bulge:.4g} {top},{bulge:.4g} {bottom},{left - 8} '
             f'{bottom}" fill="none" stroke="var(--soft)" opacity="0.7"/>'
         )
     for row, node in enumerate(nodes):
-        y = _middle(row)
-        colour = _OF_KIND[node.kind]
+        y, colour = _ROW * (row + 0.5), _OF_KIND[node.kind]
         if node.kind in ("fused", "call"):
             body.append(
                 f'<rect x="{left - 4}" y="{y - _ROW / 2}" width="{WIDTH - left}" height="{_ROW}" '
@@ -184,18 +191,6 @@ def graph(nodes: Sequence[GraphNode], text: str) -> Drawing:
         body.append(f'<circle cx="{left - 8}" cy="{y}" r="4" fill="var({colour})">'
                     f"{hint(said)}</circle>")  # fmt: skip
         mark = "\u21c4 " if node.kind == "transpose" else ""
-        line = f"{mark}{_cut(node.name, 34)} = {node.what}"
-        body.append(label(left + 4, y + 4, _cut(line, int((WIDTH - left) / _LETTER))))
-    return Drawing(svg(body, _middle(len(nodes)), text), text)
-
-
-def _middle(row: int) -> float:
-    return row * _ROW + _ROW / 2 + 2
-
-
-def _cut(text: str, most: int) -> str:
-    """Return a text without its middle where it is too long: both ends tell most."""
-    if len(text) <= most:
-        return text
-    kept = most - 3
-    return f"{text[: kept // 2]}...{text[-(kept - kept // 2) :]}"
+        line = f"{mark}{node.name[-34:]} = {node.what}"
+        body.append(label(left + 4, y + 4, line[: int((WIDTH - left) / _LETTER)]))
+    return Drawing(svg(body, _ROW * (len(nodes) + 0.5), text), text)

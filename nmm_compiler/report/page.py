@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nmm_compiler.outputs import write_text
-from nmm_compiler.report.parts import Code, Drawing, Grid, Line, Listing, Part, Section
+from nmm_compiler.report.parts import Code, Drawing, Grid, Line, Part, Section
 
 STYLE = """
 .nmm { --ink: #1b1f24; --soft: #57606a; --line: #d0d7de; --paper: #ffffff; --shade: #f6f8fa;
@@ -114,9 +114,6 @@ def _part(part: Part) -> str:
         case Code():
             title = f"<p>{html.escape(part.title)}</p>" if part.title else ""
             return f"{title}<pre>{html.escape(part.text)}</pre>"
-        case Listing():
-            title = html.escape(part.title)
-            return f"<p>{title}</p>\n{_table(part.lines, 'listing', part.shares)}"
         case Drawing():
             caption = html.escape(part.text)
             return f'<figure class="wide">{part.svg}<figcaption>{caption}</figcaption></figure>'
@@ -126,8 +123,8 @@ def _part(part: Part) -> str:
             return f"<details{opened}><summary>{title}</summary>\n{_body(part.parts)}\n</details>"
 
 
-def _table(grid: Grid, kind: str = "grid", shares: Sequence[float] = ()) -> str:
-    """Return a table of a class of the style; shares: bars behind the last cells of its rows."""
+def _table(grid: Grid) -> str:
+    """Return a table; its shares are bars behind the last cells of its rows."""
 
     def row(cells: Sequence[str], tag: str, share: float = 0.0) -> str:
         bars = [*[""] * (len(cells) - 1), f' style="--share:{share:.3f}"' if share else ""]
@@ -139,10 +136,11 @@ def _table(grid: Grid, kind: str = "grid", shares: Sequence[float] = ()) -> str:
 
     marks = [' class="right"' if name in grid.right else "" for name in grid.head]
     head = row(grid.head, "th")
-    if kind == "grid":
+    if not grid.shares:
         names = (f' data-name="{html.escape(name, quote=True)}"' for name in grid.head)
         marks = [mark + name for mark, name in zip(marks, names, strict=True)]
-    lines = zip(grid.rows, shares or [0.0] * len(grid.rows), strict=True)
+    lines = zip(grid.rows, grid.shares or [0.0] * len(grid.rows), strict=True)
+    kind = "listing" if grid.shares else "grid"
     rows = "\n".join(row(cells, "td", share) for cells, share in lines)
     return (
         f'{_WIDE}<table class="{kind}"><thead>{head}</thead>\n<tbody>{rows}</tbody></table></div>'

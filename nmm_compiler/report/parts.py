@@ -27,25 +27,27 @@ class Line:
 class Grid:
     """A table. right: names of the columns with figures, which are aligned to the right.
 
-    The last column is the one that wraps. Every row has as many cells as `head`.
+    The last column is the one that wraps. shares: of source lines, with the figures of each before
+    its text, the part of the whole, 0 to 1, drawn as a bar; the text form shows the lines with
+    figures.
     """
 
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     right: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        for row in self.rows:
-            if len(row) != len(self.head):
-                raise ValueError(f"row {row} has {len(row)} cells, the head has {len(self.head)}")
+    shares: tuple[float, ...] = ()
 
     @classmethod
     def of(
-        cls, head: Sequence[str], rows: Sequence[Sequence[object]], right: Sequence[str] = ()
+        cls,
+        head: Sequence[str],
+        rows: Sequence[Sequence[object]],
+        right: Sequence[str] = (),
+        shares: Sequence[float] = (),
     ) -> Grid:
         """Return a grid whose cells are the `str` of the values."""
         cells = tuple(tuple(str(cell) for cell in row) for row in rows)
-        return cls(tuple(head), cells, tuple(right))
+        return cls(tuple(head), cells, tuple(right), tuple(shares))
 
 
 @dataclass(frozen=True)
@@ -54,19 +56,6 @@ class Code:
 
     text: str
     title: str = ""
-
-
-@dataclass(frozen=True)
-class Listing:
-    """Source lines with figures beside them.
-
-    lines: number, figures (empty for a line without any) and text of each. shares: of each line the
-    part of the whole, 0 to 1, drawn as a bar. The text form shows the lines that have figures.
-    """
-
-    title: str
-    lines: Grid
-    shares: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -86,4 +75,4 @@ class Section:
     folded: bool = False
 
 
-Part = Line | Grid | Code | Listing | Drawing | Section
+Part = Line | Grid | Code | Drawing | Section

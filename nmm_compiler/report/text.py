@@ -7,14 +7,14 @@ such a line is longer than the page.
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import textwrap
 from collections.abc import Sequence
 
-from nmm_compiler.report.parts import Code, Drawing, Grid, Line, Listing, Part, Section
+from nmm_compiler.report.parts import Code, Drawing, Grid, Line, Part, Section
 
 _WIDEST = 120
-_NARROWEST_LAST_COLUMN = 16
 _BELOW = 4
 """Blanks before a last column that stands below its row."""
 
@@ -44,14 +44,12 @@ def _part(part: Part, width: int) -> list[str]:
         case Line():
             return wrapped(part.text, width, part.indent, part.hang)
         case Grid():
+            if part.shares:
+                rows = [(*row[:-1], row[-1].strip()) for row in part.rows if row[1]]
+                part = Grid.of(part.head, rows, part.right)
             return columns(part, width)
         case Code():
             return [*([part.title] if part.title else []), *part.text.rstrip("\n").split("\n")]
-        case Listing():
-            lines = part.lines
-            rows = [(*row[:-1], row[-1].strip()) for row in lines.rows if row[1]]
-            return [*wrapped(part.title, width),
-                    *columns(Grid.of(lines.head, rows, lines.right), width)]  # fmt: skip
         case Drawing():
             return wrapped(part.text, width)
         case Section():
@@ -84,42 +82,35 @@ def columns(grid: Grid, width: int = _WIDEST) -> list[str]:
 def _lines_of_rows(grid: Grid, width: int) -> list[list[str]]:
     """Return the lines of the head and of each row."""
     rows = [grid.head, *grid.rows]
-    count = len(grid.head)
-    widths = [max(len(row[i]) for row in rows) for i in range(count)]
     right = [name in grid.right for name in grid.head]
-    gap = "  " if sum(widths) + 2 * count <= width else " "
-    longest = _longest_word(rows, count - 1)
-    least = min(longest, width // 2)
-    excess = sum(size + len(gap) for size in widths[:-1]) + least - width
-    wordy = [i for i in range(count - 1) if not right[i]]
-    narrowed = max(wordy, key=lambda i: widths[i], default=None) if excess > 0 else None
-    if narrowed is not None:
-        widths[narrowed] = max(_longest_word(rows, narrowed), widths[narrowed] - excess)
-    start = sum(size + len(gap) for size in widths[:-1])
-    if not right[-1] and start and start + longest > width >= longest + _BELOW:
-        others = [name for name in grid.head[:-1] if name in grid.right]
-        table = Grid.of(grid.head[:-1], [row[:-1] for row in grid.rows], others)
+    given = list(zip(*rows, strict=True))
+    widths = [max(map(len, column)) for column in given]
+    gap = "  " if sum(widths) + 2 * len(widths) <= width else " "
+    words = [max(map(len, " ".join(column).split()), default=0) for column in given]
+    *others, last = range(len(widths))
+    for i in (last, *sorted(others, key=lambda i: -widths[i])):
+        excess = sum(widths) + len(gap) * len(others) - width
+        if excess > 0 and not right[i]:
+            widths[i] = max(words[i], widths[i] - excess)
+    if not right[last] and sum(widths) + len(gap) * len(others) > width >= words[last] + _BELOW:
+        kept = [name for name in grid.head[:-1] if name in grid.right]
+        table = Grid.of(grid.head[:-1], [row[:-1] for row in grid.rows], kept)
         below = [wrapped(row[-1], width, indent=_BELOW, hang=0) for row in rows]
-        return [
-            [*first, *last] for first, last in zip(_lines_of_rows(table, width), below, strict=True)
-        ]
-    widths[-1] = max(width - start, _NARROWEST_LAST_COLUMN)
+        lines = _lines_of_rows(table, width) if others else [[]] * len(rows)
+        return [[*first, *rest] for first, rest in zip(lines, below, strict=True)]
     found = []
     for row in rows:
         cells = [
-            wrapped(cell, widths[i], hang=0)
-            if i == narrowed or (i == count - 1 and not right[i]) else [cell]
-            for i, cell in enumerate(row)
-        ]  # fmt: skip
-        lines = []
-        for k in range(max(map(len, cells))):
-            texts = [cell[k] if k < len(cell) else "" for cell in cells]
-            lines.append(gap.join(
-                text.rjust(size) if to_right and i < count - 1 else
-                text.rjust(max(len(row[i]) for row in rows)) if to_right else text.ljust(size)
-                for i, (text, size, to_right) in enumerate(zip(texts, widths, right, strict=True))
-            ))  # fmt: skip
-        found.append(lines)
+            [cell] if to_right else wrapped(cell, size, hang=0)
+            for cell, size, to_right in zip(row, widths, right, strict=True)
+        ]
+        found.append([
+            gap.join(
+                text.rjust(size) if to_right else text.ljust(size)
+                for text, size, to_right in zip(texts, widths, right, strict=True)
+            )
+            for texts in itertools.zip_longest(*cells, fillvalue="")
+        ])  # fmt: skip
     return found
 
 
@@ -134,7 +125,3 @@ def fitted(text: str, width: int | None = None) -> str:
         fits = len(line) <= room or max(map(len, line.split())) > room - 4
         lines += [line] if fits else wrapped(line, room)
     return "\n".join(lines)
-
-
-def _longest_word(rows: Sequence[Sequence[str]], column: int) -> int:
-    return max((len(word) for row in rows for word in row[column].split()), default=0)

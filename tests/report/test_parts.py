@@ -9,7 +9,7 @@ from nmm_compiler.report import charts
 from nmm_compiler.report.charts import GraphNode, graph
 from nmm_compiler.report.headline import headline
 from nmm_compiler.report.page import as_html, page
-from nmm_compiler.report.parts import Code, Grid, Line, Listing, Section
+from nmm_compiler.report.parts import Code, Grid, Line, Section
 from nmm_compiler.report.shown import Shown
 from nmm_compiler.report.text import as_text
 
@@ -68,7 +68,7 @@ def test_titles_wrap_too():
     said = as_text(
         [
             Section(title, (Line("text"),)),
-            Listing(title, Grid(("line", "us", "source"), (("1", "2", "x"),)), (1.0,)),
+            Section(title, (Grid(("line", "us", "source"), (("1", "2", "x"),), (), (1.0,)),)),
         ],
         60,
     )
@@ -84,11 +84,6 @@ def test_html_says_the_same_and_is_well_formed():
         shown = " ".join(checker.texts)
         for words in ("two <kinds> of fruit & more", "apple", "10.5", URL, "a < b\n  c"):
             assert words in shown
-
-
-def test_rows_have_as_many_cells_as_the_head():
-    with pytest.raises(ValueError, match="3 cells, the head has 2"):
-        Grid.of(("a", "b"), [(1, 2, 3)])
 
 
 def _parsed(drawing):
@@ -149,9 +144,8 @@ def test_a_graph_draws_arcs_only_between_what_is_shown():
 
 def test_a_listing_shows_every_line_on_a_page_and_the_costly_ones_as_text():
     rows = [(1, "", "import nki"), (2, "3.5", "  f(a < b)")]
-    lines = Grid.of(("line", "us", "source"), rows, right=("line", "us"))
-    listing = Listing("k.py", lines, (0, 1))
-    assert as_text([listing]).splitlines() == ["k.py", "line   us  source", "   2  3.5  f(a < b)"]
+    listing = Grid.of(("line", "us", "source"), rows, right=("line", "us"), shares=(0, 1))
+    assert as_text([listing]).splitlines() == ["line   us  source", "   2  3.5  f(a < b)"]
     shown = as_html([listing])
     assert "import nki" in shown
     assert "f(a &lt; b)" in shown

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from nmm_compiler.records import Record
 from nmm_compiler.report.charts import bars
-from nmm_compiler.report.parts import Drawing, Grid, Listing
+from nmm_compiler.report.parts import Drawing, Grid, Section
 from nmm_compiler.simulator.timing.costs import ENGINE_NAMES
 from nmm_compiler.simulator.timing.timeline import Booking, Timeline
 
@@ -217,7 +217,7 @@ def path_table(found: Timeline) -> Grid:
     return Grid.of(head, cells, right=head[:3])
 
 
-def listings(found: Timeline) -> Iterator[Listing]:
+def listings(found: Timeline) -> Iterator[Section]:
     """Yield the source of each file of the kernel, with the time of each line beside it."""
     every = shares(found, lines=True)
     for file in dict.fromkeys(share.file for share in every):
@@ -233,8 +233,8 @@ def listings(found: Timeline) -> Iterator[Listing]:
             rows.append((number, *figures, text.rstrip("\n")))
             bars.append(part)
         head = ("line", "critical us", "engine us", "HBM KB", "source")
-        table = Grid.of(head, rows, right=head[:-1])
-        yield Listing(f"{file}: the time of each line", table, tuple(bars))
+        table = Grid.of(head, rows, right=head[:-1], shares=bars)
+        yield Section(f"{file}: the time of each line", (table,))
 
 
 def statement(file: str, line: int) -> str:
