@@ -60,7 +60,6 @@ from nmm_compiler.passes.graph.canonical import (
     Softmax,
     View,
     Virtual,
-    owner_of,
 )
 from nmm_compiler.passes.graph.effects import fetch_attribute, is_pure, storages_of, upstream
 from nmm_compiler.passes.graph.spelled_out import norm_around, spelled_out
@@ -137,7 +136,9 @@ def constant_value(graph: Canonical, node: fx.Node) -> torch.Tensor | fx.Node:
         for current in graph.graph.nodes:
             if current in cone:
                 given = fx.map_arg((current.args, current.kwargs), values.__getitem__)
-                args, kwargs = fx.node.map_aggregate(given, _on_cpu)
+                args, kwargs = fx.node.map_aggregate(
+                    given, lambda v: torch.device("cpu") if isinstance(v, torch.device) else v
+                )
                 if "device" in kwargs:
                     kwargs = {**kwargs, "device": torch.device("cpu")}
                 try:
@@ -154,10 +155,6 @@ def _apply(node: fx.Node, args: Any, kwargs: Any) -> Any:
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     assert callable(node.target)
     return node.target(*args, **kwargs)
-
-
-def _on_cpu(value: Any) -> Any:
-    return torch.device("cpu") if isinstance(value, torch.device) else value
 
 
 def _elements(graph: Canonical, node: fx.Node) -> float:
@@ -474,7 +471,10 @@ def _sum_over(
         return None
     if not axes or not all(isinstance(a, int) for a in axes):
         return None
-    if not any(_is_given(c, o) for o in operands):
+    given = (
+        c.is_constant(o) or o in c.derived or isinstance(c.form(o), Diagonal) for o in operands
+    )
+    if not any(given):
         return None
     summed = {a % len(shape) for a in axes}
     labels = []
@@ -495,11 +495,6 @@ def _sum_over(
     c.helpers[made] = frozenset((source,))
     dims = iter(views.identity(sizes))
     return made, tuple(() if i in summed else next(dims) for i in range(len(shape)))
-
-
-def _is_given(c: Canonical, key: Any) -> bool:
-    diagonal = key in c.views and isinstance(c.form(key), Diagonal)
-    return c.is_constant(key) or owner_of(key) in c.derived or diagonal
 
 
 def _where(
@@ -794,7 +789,10 @@ TABLE: dict[str, Handler] = {
     **dict.fromkeys(
         ("to", "type_as", "type", "float", "half", "bfloat16", "double", "cpu", "cuda"), _to
     ),
-    **dict.fromkeys(("dropout", "feature_dropout", "alpha_dropout", "dropout1d"), _dropout),
+    **dict.fromkeys(
+        ("dropout", "feature_dropout", "alpha_dropout", "dropout1d", "dropout2d", "dropout3d"),
+        _dropout,
+    ),
     "mul": _multiply,
     "div": _divide,
     "neg": lambda c, call, source=None: _divide(c, call, source, other=-1.0),
@@ -825,30 +823,24 @@ TABLE: dict[str, Handler] = {
 }
 
 
-# What a called module computes: a function of the table, of its attributes by keyword.
-_MODULES: dict[type[nn.Module], str] = {
-    nn.Linear: "linear",
-    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), "conv2d"),
-    nn.Identity: "alias",
-    **dict.fromkeys(
-        (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout), "dropout"
-    ),
-    **dict.fromkeys((nn.Flatten, nn.Unflatten), "flatten"),
-    nn.ReLU: "relu",
-    nn.SiLU: "silu",
-    nn.Sigmoid: "sigmoid",
-    nn.Tanh: "tanh",
-    nn.GELU: "gelu",
-    nn.RMSNorm: "rms_norm",
-    nn.LayerNorm: "layer_norm",
+# What modules of torch compute is in the table under their names, but for these.
+_MODULES = {
+    "identity": "alias",
+    "rmsnorm": "rms_norm",
+    "layernorm": "layer_norm",
+    "alphadropout": "alpha_dropout",
 }
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def read_module(c: Canonical, node: fx.Node, module: Any) -> Result:
-    """Return the form of a called module; None for hooks, subclasses and all other modules."""
+    """Return the form of a module of torch that a node calls; None for one with hooks, and for a
+    module of others."""
     source = node.args[0] if len(node.args) == 1 else node.kwargs.get("input")
-    if type(module) not in _MODULES or getattr(module, "inplace", False):
+    name = type(module).__name__.lower()
+    call = Call(node, _MODULES.get(name, name))
+    own = type(module).__module__.startswith("torch.nn.modules.") and call.name in TABLE
+    if not own or getattr(module, "inplace", False):
         return None
     if any(getattr(module, hooks) for hooks in _HOOKS):
         return None
@@ -857,8 +849,7 @@ def read_module(c: Canonical, node: fx.Node, module: Any) -> Result:
         name: None if value is None else c.attribute(node, name, value)
         for name, value in module._parameters.items()
     }
-    name = _MODULES[type(module)]
-    return read_call(c, Call(node, name), (source,), {**vars(module), **held})
+    return read_call(c, call, (source,), {**vars(module), **held})
 
 
 # -- the sweep --------------------------------------------------------------------------------
