@@ -120,7 +120,7 @@ def other_gate(model):
         (("one", "fp8", torch.float32), None, {}, "x is float32; cast the model to bfloat16"),
         (("one", "int8"), None, {}, "int8 factors are dequantized at each call"),
         (("one",), unbounded, {}, "may lie beyond 240"),
-        (("one",), scaled, {}, "a scale stands behind the products"),
+        (("one",), scaled, {}, "more than a bias stands beside its products"),
         (("mlp",), other_gate, {}, "the call has other weights, too"),
     ],
 )

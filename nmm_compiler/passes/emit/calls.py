@@ -425,7 +425,8 @@ class Call:
         """Return the call of an op that chains of one x become; more: other fields."""
         first = chains[0].first
         weights = [weight for chain in chains for weight in chain.factors]
-        why = next(filter(None, map(_beside_products, chains)), "")
+        plain = all(map(_has_a_bias_at_most, chains))
+        why = "" if plain else "more than a bias stands beside its products"
         stored = read_factors(c, weights, c.dtype(final), why)
         linears, note = tuple(map(Linear, chains)), ""
         if stored and stored[0].reason:
@@ -703,13 +704,10 @@ class Call:
         return node
 
 
-def _beside_products(chain: Chain) -> str:
-    """Return what stands around the products of a chain that no kernel of fp8 weights computes."""
-    if chain.base is not None or chain.more:
-        return "the products of a base, or of several adapters, are added"
-    if chain.middle or chain.inner is not None:
-        return "something stands between the products"
-    return "" if chain.only_bias() else "a scale stands behind the products"
+def _has_a_bias_at_most(chain: Chain) -> bool:
+    """Return whether a chain is two products and no more than a bias, as kernels of fp8 weights."""
+    alone = chain.base is None and not chain.more and chain.inner is None
+    return alone and not chain.middle and chain.only_bias()
 
 
 def with_base(c: Canonical, call: Call) -> Call | Stored | None:

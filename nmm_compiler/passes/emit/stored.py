@@ -52,6 +52,10 @@ _TORCHAO_FORMATS = {
     "float4_e2m1fn_x2": "mxfp4", "float8_e4m3fn": "mxfp8", "float8_e5m2": "mxfp8_e5m2",
 }  # fmt: skip
 _WRITTEN = "the graph writes to it, or to what is made of it, in place"
+_NOT_WHOLE = (
+    "its bytes are no stored tensor of its shape on one device, or its scale is not one number, or "
+    "one for each output"
+)
 
 
 @dataclass(frozen=True)
@@ -196,19 +200,15 @@ def _unfit(c: Canonical, weight: Weight, found: Scaled, values: fx.Node, by_inpu
             "numbers of float8_e4m3fn may lie beyond 240, where NKI's float8_e4m3 ends; quantize "
             "to 240 and clamp(-240, 240) what is cast, as nmm.quantize_factors does"
         )
-    if scale is None or not isinstance(c.form(scale), Leaf):
-        return "its scale is no stored tensor that multiplies the weight"
-    if is_distributed(c.tensor(found.value)):
-        return "its bytes are cut over devices"
+    if scale is None or is_distributed(c.tensor(found.value)):
+        return _NOT_WHOLE
     outputs = weight.n if weight.layout == "row" else 1
     shapes = [(1,), (1, 1), (outputs,), (1, outputs)]
     if weight.layout == "col":
         shapes = [(1, weight.k)] if by_input else [(1,), (1, 1), (weight.n, 1)]
-    if c.shape(found.value) != weight.stored or c.shape(scale) not in shapes:
-        return "its scale is not one number, or one for each output"
     leaves = all(owner_of(key).op in _LEAVES for key in (values, c.base(scale)[0]))
-    whole = leaves and c.shape(values) == weight.stored
-    return "" if whole else "its bytes or its scale are no whole stored tensors"
+    whole = {c.shape(found.value), c.shape(values)} == {weight.stored}
+    return "" if leaves and whole and c.shape(scale) in shapes else _NOT_WHOLE
 
 
 def read_factors(
@@ -266,12 +266,11 @@ def _dequantized(c: Canonical, weight: Weight, node: fx.Node) -> Stored:
     """Return how a weight that nmm.dequantize makes is stored."""
     why = ""
     values, scale, format, _ = node.args
-    if not all(isinstance(one, fx.Node) and one.op in _LEAVES for one in (values, scale)):
-        why = "its bytes or its scales are no stored tensors"
+    leaves = all(isinstance(one, fx.Node) and one.op in _LEAVES for one in (values, scale))
+    if not leaves or is_distributed(c.tensor(values)):  # type: ignore[arg-type]
+        why = _NOT_WHOLE
     elif any(c.effects.is_written(one) for one in (node, values, scale)):  # type: ignore[arg-type]
         why = _WRITTEN
-    elif is_distributed(c.tensor(values)):  # type: ignore[arg-type]
-        why = "its bytes are cut over devices"
     elif format not in MX:
         why = "no kernel multiplies such numbers; take base='mxfp4' or 'fp8'"
     elif weight.layout != "col" or c.shape(node) != weight.stored:
