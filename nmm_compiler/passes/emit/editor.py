@@ -308,8 +308,8 @@ def _magnitude(stride: Any) -> int:
 
 def stride_key(value: torch.Tensor) -> tuple[Any, ...]:
     """Return the strides of dimensions longer than 1, which alone matter."""
-    pairs = zip(views.sizes_of(value), views.strides_of(value), strict=True)
-    return tuple(stride for size, stride in pairs if size != 1)
+    pairs = zip(views.sizes_of(value), value.stride(), strict=True)
+    return tuple(views.as_size(stride) for size, stride in pairs if size != 1)
 
 
 def _refine(have: Dims, want: Dims) -> list[list[Atom]]:

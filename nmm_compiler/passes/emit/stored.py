@@ -45,7 +45,6 @@ NAMES = {
 }
 # dtypes of x that TensorE multiplies by fp8
 X_DTYPES = (torch.bfloat16, torch.float16)
-_BYTES_STEPS = 4
 _DEQUANTIZE = "nmm::dequantize"
 _LEAVES = ("get_attr", "placeholder")
 _TORCHAO_FORMATS = {
@@ -133,9 +132,7 @@ def unscaled(c: Canonical, key: Key) -> Scaled | None:
     """Return the fp8 numbers, or the leaf, that a value is made of by casts, scales and clamps."""
     scale: Key | None = None
     number, bound, written = 1.0, False, False
-    for _ in range(_BYTES_STEPS + 1):
-        if not c.is_whole(key):
-            return None
+    while c.is_whole(key):
         key = c.base(key)[0]
         form = c.forms.get(key)
         written = written or c.effects.is_written(owner_of(key))
@@ -153,7 +150,7 @@ def unscaled(c: Canonical, key: Key) -> Scaled | None:
             inner = clamped(c, key)
             bound = bound or inner is not None
         if inner is None:
-            return None
+            break
         key = inner
     return None
 

@@ -1019,8 +1019,8 @@ def _by_strides(c: Canonical, node: fx.Node) -> Result:
     if views.as_size(old.storage_offset()) != views.as_size(new.storage_offset()):
         return None
     old_sizes, new_sizes = c.sizes(source), c.sizes(node)
-    strides = views.strides_of(old), views.strides_of(new)
-    dims = views.from_strides(old_sizes, strides[0], new_sizes, strides[1])
+    steps, new_steps = (tuple(map(views.as_size, one.stride())) for one in (old, new))
+    dims = views.from_strides(old_sizes, steps, new_sizes, new_steps)
     return None if dims is None else (source, dims)
 
 

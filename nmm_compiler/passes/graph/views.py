@@ -54,11 +54,6 @@ def sizes_of(tensor: torch.Tensor) -> tuple[Size, ...]:
     return tuple(map(as_size, tensor.shape))
 
 
-def strides_of(tensor: torch.Tensor) -> tuple[Size, ...]:
-    """Return a tensor's strides, in elements; they compare as expressions."""
-    return tuple(map(as_size, tensor.stride()))
-
-
 def times(a: Size, b: Size) -> Size:
     """Return the product of two sizes."""
     return as_size(a * b)
