@@ -69,45 +69,40 @@ _SIZE = 8
 _RANKS = (2, 1)
 
 
-@dataclass(frozen=True)
-class Parameters:
-    """The parameters of a pattern by name: tensors, and numbers with the value for tracing."""
+def parameters_of(function: Callable[..., Any]) -> tuple[list[str], dict[str, float]]:
+    """Return the parameters of a pattern: tensors, and numbers with the value for tracing.
 
-    tensors: tuple[str, ...]
-    numbers: Mapping[str, float]
-
-    @classmethod
-    def of(cls, function: Callable[..., Any]) -> Parameters:
-        """Read a function's signature; raises BrokenRuleError for *args, **kwargs and the like."""
-        tensors: list[str] = []
-        numbers: dict[str, float] = {}
-        for name, parameter in inspect.signature(function).parameters.items():
-            if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-                raise unreadable_pattern(function, f"parameter {name!r} has no single value")
-            if parameter.default is parameter.empty:
-                tensors.append(name)
-            elif isinstance(parameter.default, (int, float)):
-                numbers[name] = 0.8171 + len(numbers) / 977
-            else:
-                raise unreadable_pattern(function, f"the default of {name!r} is no number")
-        if not tensors:
-            raise unreadable_pattern(function, "it takes no tensor")
-        return cls(tuple(tensors), numbers)
+    Raises BrokenRuleError for *args, **kwargs and the like.
+    """
+    tensors: list[str] = []
+    numbers: dict[str, float] = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise unreadable_pattern(function, f"parameter {name!r} has no single value")
+        if parameter.default is parameter.empty:
+            tensors.append(name)
+        elif isinstance(parameter.default, (int, float)):
+            numbers[name] = 0.8171 + len(numbers) / 977
+        else:
+            raise unreadable_pattern(function, f"the default of {name!r} is no number")
+    if not tensors:
+        raise unreadable_pattern(function, "it takes no tensor")
+    return tensors, numbers
 
 
 class Pattern:
     """One reading of a pattern function. root, root_dims: its result as a view of a base."""
 
-    def __init__(self, parameters: Parameters, c: Canonical, result: fx.Node) -> None:
-        self.parameters, self.c = parameters, c
+    def __init__(self, rule: PatternRule, c: Canonical, result: fx.Node) -> None:
+        self.rule, self.c = rule, c
         # The parameter, power and sign that a number of the trace stands for.
         self._said = {
             sign * traced**power: (name, power, sign)
-            for name, traced in parameters.numbers.items()
+            for name, traced in rule.numbers.items()
             for power, sign in ((1, 1), (1, -1), (-1, 1))
         }
         holders = [n for n in c.graph.nodes if n.op == "placeholder"]
-        self.names = dict(zip(holders, parameters.tensors, strict=True))
+        self.names = dict(zip(holders, rule.tensors, strict=True))
         self.root, dims = c.base(result)
         self.root_shape = c.sizes(self.root)
         # The axis of the base that each dimension of the result is; None for no whole axis.
@@ -118,7 +113,7 @@ class Pattern:
         """Return the tensors that the pattern does not read, and numbers that no form holds."""
         said = (one for key in self.c.forms for one in spellings(self.c, key))
         held = {abs(number) for one in said for number in one.numbers}
-        numbers = self.parameters.numbers.items()
+        numbers = self.rule.numbers.items()
         lost = [name for name, n in numbers if not held & {n, 1.0 / n}]
         return [*(name for holder, name in self.names.items() if not holder.users), *lost]
 
@@ -139,24 +134,21 @@ class Pattern:
         return values
 
 
-def read_pattern(
-    function: Callable[..., Any],
-    parameters: Parameters,
-    ranks: Mapping[str, int],
-    dtype: torch.dtype,
-) -> Pattern:
-    """Trace and read a function; raises what it raises, BrokenRuleError for an unusable result."""
+def read_pattern(rule: PatternRule, ranks: Mapping[str, int], dtype: torch.dtype) -> Pattern:
+    """Trace and read a rule's function; raises what it raises, BrokenRuleError for an unusable
+    result."""
+    function = rule.function
 
     def call(*given: Any) -> Any:
-        return function(**dict(zip(parameters.tensors, given, strict=True)), **parameters.numbers)
+        return function(**dict(zip(rule.tensors, given, strict=True)), **rule.numbers)
 
     with torch.no_grad(), FakeTensorMode():
-        values = [torch.empty((_SIZE,) * ranks[name], dtype=dtype) for name in parameters.tensors]
+        values = [torch.empty((_SIZE,) * ranks[name], dtype=dtype) for name in rule.tensors]
         module = make_fx(call, tracing_mode="real", pre_dispatch=True)(*values)
     (result,) = next(iter(reversed(module.graph.nodes))).args
     if not isinstance(result, fx.Node):
         raise unreadable_pattern(function, "it returns other than one tensor")
-    pattern = Pattern(parameters, read_graph(module, collect_values(module, None)), result)
+    pattern = Pattern(rule, read_graph(module, collect_values(module, None)), result)
     if isinstance(pattern.c.forms[pattern.root], Leaf):
         raise unreadable_pattern(function, "it returns a parameter as it is")
     if sorted(a for a in pattern.axes if a is not None) != list(range(len(pattern.root_shape))):
@@ -166,29 +158,24 @@ def read_pattern(
     return pattern
 
 
-def read_patterns(
-    function: Callable[..., Any],
-    parameters: Parameters,
-    given: Mapping[str, int],
-    dtype: torch.dtype,
-) -> list[Pattern]:
-    """Return the readings of a function with each rank that its parameters may have, matrices
-    first.
+def read_patterns(rule: PatternRule, dtype: torch.dtype) -> list[Pattern]:
+    """Return the readings of a rule's function with each rank that its parameters may have,
+    matrices first.
 
-    A parameter that a product of the first reading reads has that rank in all of them. given: ranks
-    that the user states. Raises BrokenRuleError where no ranks let the function run.
+    A parameter that a product of the first reading reads has that rank in all of them. Raises
+    BrokenRuleError where no ranks let the function run.
     """
-    free = [name for name in parameters.tensors if name not in given]
+    free = [name for name in rule.tensors if name not in rule.ranks]
     fixed: dict[str, int] = {}
     found: list[Pattern] = []
     error: Exception | None = None
     choices = itertools.product(_RANKS, repeat=len(free))
     for choice in sorted(choices, key=sum, reverse=True):
-        ranks = {**dict(zip(free, choice, strict=True)), **given}
+        ranks = {**dict(zip(free, choice, strict=True)), **rule.ranks}
         if not fixed.items() <= ranks.items():
             continue
         try:
-            pattern = read_pattern(function, parameters, ranks, dtype)
+            pattern = read_pattern(rule, ranks, dtype)
         except Exception as failed:  # ranks that the function does not take are no reading of it
             if isinstance(failed, BrokenRuleError) and not found:
                 raise
@@ -197,7 +184,7 @@ def read_patterns(
         fixed = fixed or {name: ranks[name] for name in _in_products(pattern)}
         found.append(pattern)
     if not found:
-        raise unreadable_pattern(function, f"it runs on no matrices and vectors: {error}")
+        raise unreadable_pattern(rule.function, f"it runs on no matrices and vectors: {error}")
     return found
 
 
@@ -532,14 +519,13 @@ class PatternRule(Rule):
         constants: Collection[str],
         ranks: Mapping[str, int],
     ) -> None:
-        self.name, self.replacement = name, replacement
-        self.where, self.constants = where, tuple(constants)
-        parameters = Parameters.of(pattern)
+        self.name, self.function, self.replacement = name, pattern, replacement
+        self.where, self.constants, self.ranks = where, tuple(constants), ranks
+        self.tensors, self.numbers = parameters_of(pattern)
         for given in (*self.constants, *ranks):
-            if given not in parameters.tensors:
+            if given not in self.tensors:
                 raise unreadable_pattern(pattern, f"it has no tensor parameter {given!r}")
-        read = functools.partial(read_patterns, pattern, parameters, ranks)
-        self.patterns = functools.cache(read)
+        self.patterns = functools.cache(functools.partial(read_patterns, self))
         first = self.patterns(torch.float32)[0]
         self._root = type(first.c.forms[first.root])
 
