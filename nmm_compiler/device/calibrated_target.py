@@ -51,26 +51,13 @@ ENGINES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineFactor(Record):
-    """What one pair of rungs gave: times of its difference in microseconds, and their quotient.
-
-    factor is None where the constants stay as they are, and `why` says for what reason.
-    """
-
-    engine: str
-    measured_us: float | None
-    predicted_us: float | None
-    factor: float | None
-    why: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Calibration(Shown, Record):
-    """The factor of each engine, and the constants that follow: name -> (old, new)."""
+    """The factor of each engine, or why its constants stay as they are, and the constants that
+    follow: name -> (old, new)."""
 
     base: str
     source: str
-    engines: tuple[EngineFactor, ...]
+    engines: dict[str, float | str]
     numbers: dict[str, tuple[float, float]]
 
     def file(self) -> dict[str, Any]:
@@ -81,24 +68,17 @@ class Calibration(Shown, Record):
     def parts(self) -> list[Part]:
         """Return a table of the engines and one of the constants."""
         engines = [
-            (e.engine, _number(e.measured_us), _number(e.predicted_us), _number(e.factor), e.why)
-            for e in self.engines
+            (engine, found, "") if isinstance(found, str) else (engine, "", f"{found:.3g}")
+            for engine, found in self.engines.items()
         ]
         numbers = [(name, f"{old:.4g}", f"{new:.4g}") for name, (old, new) in self.numbers.items()]
+        of_base, own = f"of {self.base}", "of this machine"
         return [
-            Grid.of(
-                ("engine", "measured us", "predicted us", "factor", "left alone because"), engines,
-                right=("measured us", "predicted us", "factor"),
-            ),
-            Grid.of(("constant", f"of {self.base}", "of this machine"), numbers,
-                    right=(f"of {self.base}", "of this machine")),
+            Grid.of(("engine", "left alone because", "factor"), engines, ("factor",)),
+            Grid.of(("constant", of_base, own), numbers, (of_base, own)),
             Line(f"{len(self.numbers)} constants of {self.base} changed, from {self.source}",
                  "headline"),
         ]  # fmt: skip
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}"
 
 
 def calibrate(path: Path) -> Calibration:
@@ -122,39 +102,34 @@ def calibrate(path: Path) -> Calibration:
             f"{told.get('executor')!r}; run nmm doctor --device where one is"
         )
     target = targets.get(base)
-    engines = {name: _factor(name, times, target) for name in ENGINES}
+    found = {name: _factor(name, times, target) for name in ENGINES}
     numbers: dict[str, tuple[float, float]] = {}
-    for name, found in engines.items():
-        if found.factor is None:
+    for name, factor in found.items():
+        if isinstance(factor, str):
             continue
         _, divided, multiplied = ENGINES[name]
-        factor = found.factor
-        if name == "transposing loads":  # a share of the DMA's rate, which has a factor of its own
-            factor /= engines["long loads"].factor or 1.0
+        whole = found["long loads"]
+        if name == "transposing loads" and not isinstance(whole, str):
+            factor /= whole  # a share of the DMA's rate, which has a factor of its own
         shares = {**dict.fromkeys(divided, 1 / factor), **dict.fromkeys(multiplied, factor)}
         for constant, share in shares.items():
             old = float(getattr(target, constant))
             numbers[constant] = (old, old * share)
     source = f"nmm doctor --fit {path.name}"
-    return Calibration(base=base, source=source, engines=tuple(engines.values()), numbers=numbers)
+    engines = {ENGINES[name][0]: factor for name, factor in found.items()}
+    return Calibration(base=base, source=source, engines=engines, numbers=numbers)
 
 
-def _factor(name: str, times: dict[str, float | None], target: Target) -> EngineFactor:
-    """Return the factor of an engine by the names of its rungs."""
+def _factor(name: str, times: dict[str, float | None], target: Target) -> float | str:
+    """Return the factor of an engine by the names of its rungs, or why it has none."""
     pair = [rung for rung in ladder.TIMED if rung.name.partition(",")[0] == name]
     few, many = (times.get(rung.name) for rung in pair)
+    if few is None or many is None:
+        return "its rungs did not both pass"
     less, more = (ladder.predicted_us(rung, target) or 0.0 for rung in pair)
-    measured = None if few is None or many is None else many - few
-    predicted, factor, why = more - less, None, ""
-    if measured is None:
-        why = "its rungs did not both pass"
-    elif predicted < BUSY_US:
-        why = f"the pair differs by under {BUSY_US} us"
-    elif not TRUSTED[0] <= measured / predicted <= TRUSTED[1]:
-        why = f"a factor of {measured / predicted:.3g} is not believed"
-    else:
-        factor = measured / predicted
-    return EngineFactor(
-        engine=ENGINES[name][0], measured_us=measured, predicted_us=predicted, factor=factor,
-        why=why,
-    )  # fmt: skip
+    if more - less < BUSY_US:
+        return f"the pair differs by under {BUSY_US} us"
+    factor = (many - few) / (more - less)
+    if not TRUSTED[0] <= factor <= TRUSTED[1]:
+        return f"a factor of {factor:.3g} is not believed"
+    return factor
