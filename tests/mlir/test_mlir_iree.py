@@ -33,20 +33,16 @@ def assert_as_right_as_eager(computed: np.ndarray, model: nn.Module, inputs: Inp
     assert bound < 0.1 * np.abs(exact).max()
 
 
-def cases() -> list[Any]:
-    """Every model, dtype and dialect; of the small models two run by default.
+# The tests below run float32 in both dialects.
+QUICK = [("llama_mlp", "bfloat16", "linalg"), ("lora", "bfloat16", "stablehlo")]
 
-    Those two have both dtypes and both dialects, paired the other way round for each model.
-    """
-    found = []
-    for name, dtype, dialect in product(
-        ("llama_mlp", "bert_layer", "lora"), DTYPES, ("linalg", "stablehlo")
-    ):
-        crossed = (name == "llama_mlp") == (dialect == "linalg")
-        slow = crossed == (dtype == "float32") or name == "bert_layer"
-        marks = [pytest.mark.long] if slow else []
-        found.append(pytest.param(name, dtype, dialect, marks=marks))
-    return found
+
+def cases() -> list[Any]:
+    """Every model, dtype and dialect; two run by default."""
+    return [
+        pytest.param(*one, marks=[] if one in QUICK else [pytest.mark.long])
+        for one in product(("llama_mlp", "bert_layer", "lora"), DTYPES, ("linalg", "stablehlo"))
+    ]
 
 
 @pytest.mark.parametrize(("name", "dtype", "dialect"), cases())
@@ -57,16 +53,12 @@ def test_inline_modules_equal_eager(name: str, dtype: str, dialect: str) -> None
     assert_as_right_as_eager(run_in_iree(module, model, inputs), model, inputs)
 
 
-def test_weights_as_resources_run_without_them() -> None:
+def test_one_dynamic_module_serves_many_token_counts_without_its_weights() -> None:
     model, inputs = one()
-    module = export_mlir(model, inputs, dialect="linalg", kernels="inline", weights="resources")
-    assert_as_right_as_eager(run_in_iree(module, model, inputs), model, inputs)
-
-
-def test_one_dynamic_module_serves_many_token_counts() -> None:
-    model, inputs = one()
-    shapes = {"x": {0: torch.export.Dim("tokens", max=4096)}}
-    module = export_mlir(model, inputs, dialect="linalg", kernels="inline", dynamic_shapes=shapes)
+    module = export_mlir(
+        model, inputs, dialect="linalg", kernels="inline", weights="resources", sources=False,
+        dynamic_shapes={"x": {0: torch.export.Dim("tokens", max=4096)}},
+    )  # fmt: skip
     for tokens in (1, 7, 300):
         x = {"x": torch.randn(tokens, 16)}
         assert_as_right_as_eager(run_in_iree(module, model, x), model, x)
@@ -77,5 +69,5 @@ def test_columns_between_kernels_compute_the_same() -> None:
 
     model = columns()
     inputs = {"x": torch.randn(4, 16)}
-    module = export_mlir(model, inputs, dialect="stablehlo", kernels="inline")
+    module = export_mlir(model, inputs, dialect="stablehlo", kernels="inline", sources=False)
     assert_as_right_as_eager(run_in_iree(module, model, inputs), model, inputs)
