@@ -140,7 +140,7 @@ def test_the_goldens(path):
 
 @pytest.mark.parametrize("family", list(FAMILIES))
 @given(data=st.data())
-@settings(max_examples=3, **RANDOM)
+@settings(max_examples=2, **RANDOM)
 def test_random_kernels(tmp_path, family, data):
     check_kernel(family, data, tmp_path)
 

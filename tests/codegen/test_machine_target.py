@@ -38,8 +38,8 @@ CASES = [
     ("DMA transpose 3-D", "lowrank m=200 k=256 r=200 n=256", "dma_transpose", 0),
     ("DMA transpose 512", "gated_mlp m=200 k=256 n=256 down_r=128", "dma_transpose", 0),
     ("DMA transpose 8", "lowrank_shared m=200 k=256 pairs=128:256", "dma_transpose", 0),
-    ("double row", f"matmul m=512 k=2048 n=2048 dtype={FP8} x_layout=col", "double_row", 0),
-    ("loop to a register", "matmul m=2100 k=256 n=256 x_layout=col", "fori_loop", 52),
+    ("double row", f"matmul m=256 k=512 n=512 dtype={FP8} x_layout=col", "double_row", 0),
+    ("loop to a register", "matmul m=1300 k=256 n=256 x_layout=col", "fori_loop", 40),
 ]
 
 
@@ -122,9 +122,9 @@ def test_prices_are_those_of_the_machine(tmp_path, monkeypatch, price, size):
 
 def test_a_whole_model_is_predicted_for_the_machine(tmp_path):
     model = torch.nn.Linear(4096, 4096, bias=False).bfloat16()
-    inputs = (torch.randn(2048, 4096).bfloat16(),)
+    inputs = (torch.zeros(2048, 4096).bfloat16(),)
     plain, slow = (
-        nmm_compiler.predict(model, target, inputs=inputs).step_us
+        nmm_compiler.predict(model, target, inputs=inputs, price="closed_form").step_us
         for target in ("trn2", calibrated(tmp_path / "mine.json", 2))
     )
     assert slow > 1.5 * plain
