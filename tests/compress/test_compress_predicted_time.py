@@ -13,7 +13,6 @@ from nmm_compiler.lowrank_models.ranks import Shape
 from nmm_compiler.passes.pipeline import explain
 from nmm_compiler.targets import get
 
-MIX = {"prefill": (512, 0.2), "decode": (1, 0.8)}
 ASKED = {"allow_slower": True}
 
 
@@ -42,7 +41,9 @@ def test_the_calls_that_the_backend_makes_are_the_calls_that_were_priced():
 
 def test_times_are_those_of_the_mix():
     model = wide_llama(inner=2048, layers=1)
-    report = compress(model, 0.2, workload=MIX, include=["mlp"])
+    report = compress(
+        model, 0.2, workload={"prefill": (512, 0.2), "decode": (1, 0.8)}, include=["mlp"]
+    )
     before = sum(timed.weight * timed.dense_us for timed in report.workload)
     after = sum(timed.weight * timed.us for timed in report.workload)
     weights = {timed.name: timed.weight for timed in report.workload}

@@ -18,7 +18,6 @@ SMALL = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 40,
 }  # fmt: skip
-IDS = torch.arange(14).reshape(2, 7)
 # Another process may choose other kernels: at most 64 terms a product, some 20 in a row.
 BOUND = 20 * 64 * torch.finfo(torch.float32).eps
 
@@ -46,12 +45,15 @@ def saved(tmp_path_factory):
     for name, options in {
         "llama": {}, "gpt2": {}, "experts": {"include": "experts"},
         "fp8": {"factors": "fp8"}, "int8": {"factors": "int8"}, "base": {"base": "int4"},
+        "branch": {"base": "mxfp4", "factors": "fp8"},
     }.items():  # fmt: skip
         model = made(name).eval()
         nmm_compiler.compress(model, 0.3, align=2, **options)
         nmm_compiler.save(model, root / name)
         with torch.no_grad():
-            save_file({"logits": model(IDS).logits}, root / name / "expected")
+            save_file(
+                {"logits": model(torch.arange(14).reshape(2, 7)).logits}, root / name / "expected"
+            )
     return root
 
 

@@ -1,9 +1,10 @@
-"""Each test starts with the tables of Dynamo empty."""
+"""Each test starts with the tables of Dynamo empty, and with the same random numbers."""
 
 import pytest
 import torch
 
 
 @pytest.fixture(autouse=True)
-def fresh_dynamo():
+def fresh_torch():
     torch._dynamo.reset()
+    torch.manual_seed(0)
