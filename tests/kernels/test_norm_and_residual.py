@@ -52,14 +52,6 @@ EACH = [
     *((*item, norm, "trn3") for item, norm in zip(FEW_BITS.items(), (LAYER, RMS), strict=True)),
     *(_long(*item, norm, "trn1") for item in SMALL.items() for norm in (RMS, LAYER)),
     *(_long(*item, norm, "trn3") for item in SMALL.items() for norm in (RMS, LAYER)),
-    *(
-        _long(*item, norm, "trn2")
-        for item, norm in zip(OF_FP8.items(), [LAYER, RMS] * 4, strict=False)
-    ),
-    *(
-        _long(*item, norm, "trn3")
-        for item, norm in zip(FEW_BITS.items(), (RMS, LAYER), strict=True)
-    ),
 ]
 
 
@@ -129,14 +121,11 @@ def test_large_means_are_within_the_bound():
 @pytest.mark.parametrize("family", EVERY)
 def test_plain_specs_keep_their_json(family):
     plain = spec_of(f"{family} {EVERY[family]}")
-    assert not {"norm", "norm_eps", "residual"} & set(plain.to_dict())
+    left_out = {"norm", "norm_eps", "residual", "x_dtype", "lnc", "tp", "tp_axis"}
+    assert not left_out & set(plain.to_dict())
     spec = ended(family, EVERY[family], RMS)
     assert type(spec).from_dict(spec.to_dict()) == spec
     assert {"norm", "norm_gain", "norm_offset", "norm_eps"} <= set(spec.to_dict())
-
-
-# What a norm of x and a residual may cost at one token (docs/kernels.md, "Norms and residuals").
-MOST_US = 3.0
 
 
 @pytest.mark.long
@@ -153,7 +142,7 @@ def test_one_token_costs_at_most_three_microseconds_more(target):
         fields = f"m=1 k=2048 {fields}"
         both = spec_of(f"{family} {fields}"), ended(family, fields, RMS)
         apart, inside = (choose(spec, target)[0].simulated_us for spec in both)
-        assert inside - apart <= MOST_US, (family, fields, apart, inside)
+        assert inside - apart <= 3.0, (family, fields, apart, inside)
 
 
 def test_every_family_of_products_is_here():
