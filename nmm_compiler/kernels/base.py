@@ -319,7 +319,7 @@ def check_arrays(spec: KernelSpec, arrays: tuple[Array, ...]) -> None:
 class Schedule(Record):
     """Base of the schedules: what holds for a kernel without a loop over blocks of tokens.
 
-    Subclasses have the axes, `sbuf_bytes`, `check` and `short`.
+    Subclasses have the axes, `sbuf_bytes` and `check`.
     """
 
     if TYPE_CHECKING:  # the last field of every family: how two cores share the kernel
@@ -330,6 +330,10 @@ class Schedule(Record):
         made = super().to_dict()
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         return {name: value for name, value in made.items() if value or value != defaults[name]}
+
+    def short(self) -> str:
+        """Return the axes that are set, for tables."""
+        return " ".join(f"{name}={value}" for name, value in self.to_dict().items())
 
     def plan(self, spec: Any) -> Any:
         """Return what the NKI function reads as spec."""

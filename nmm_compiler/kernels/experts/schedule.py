@@ -96,8 +96,7 @@ class ExpertsSchedule(Schedule):
     way: "picks", those of the only token; "distinct", the groups that tokens chose, in a loop on
         the device; "blocks", tokens sorted into blocks of one group each, in a loop. at_once:
         groups, or blocks, a turn of the loop. tokens: of a block.
-    block, down_block: outputs of a panel of gate and up, and of down. load_bytes: of a load, for
-        each partition. banks: of PSUM, for sums.
+    block, down_block: outputs of a panel of gate and up, and of down. banks: of PSUM, for sums.
     split: how two cores share the kernel: "groups", half of the groups or blocks each, or
         "weights", half of the features of h each.
     """
@@ -107,7 +106,6 @@ class ExpertsSchedule(Schedule):
     tokens: int = 0
     block: int
     down_block: int
-    load_bytes: int = 8192
     banks: int = 6
     split: str = ""
 
@@ -159,7 +157,7 @@ class ExpertsSchedule(Schedule):
         layout = spec.weight_layout if base else "row"
         both = halved and (spec.halves == "interleaved" or self.block >= n)
         size = weight_bytes(one.format)
-        chunk = chunk_rows(one.k, int(columns * size * (1 + both)), self.load_bytes)
+        chunk = chunk_rows(one.k, int(columns * size * (1 + both)))
         fours = spec.mx and (base or first)
         runs = up and (base or first) and spec.weight_layout == "row"
         order = ORDERS[0] if runs else ORDERS[1]
@@ -309,13 +307,6 @@ class ExpertsSchedule(Schedule):
             return tiles(round(spec.expected * max(1.0, each / self.tokens + 0.5)), turn)
         return tiles(round(spec.expected), turn) if self.way == "distinct" else None
 
-    def short(self) -> str:
-        """Return the axes in a few words, for tables."""
-        blocks = f" of {self.tokens}" if self.tokens else ""
-        words = [f"{self.way}{self.at_once}{blocks} n{self.block} k{self.down_block}"]
-        words += [f"{self.load_bytes}B", self.split]
-        return " ".join(word for word in words if word)
-
 
 def candidates(spec: ExpertsSpec, target: Target) -> Iterator[ExpertsSchedule]:
     """Yield schedules that may be legal, about 60."""
@@ -323,14 +314,10 @@ def candidates(spec: ExpertsSpec, target: Target) -> Iterator[ExpertsSchedule]:
     blocks = sizes_of_panels(spec.n, (*wide, 2048, 1024, 512))
     long = (256,) if spec.n > 8192 else ()  # of 512 outputs two panels fill SBUF
     downs = sizes_of_panels(spec.k, (4096, 2048, 1024, 512, *long))
-    for (way, at_once, tokens), block, down_block, load_bytes in itertools.product(
-        _ways(spec), blocks, downs, (8192, 4096)
-    ):
-        if (way == "distinct" or spec.mx) and load_bytes < 8192:
-            continue  # sizes of panels, and groups a turn, matter more
+    for (way, at_once, tokens), block, down_block in itertools.product(_ways(spec), blocks, downs):
         yield ExpertsSchedule(
             way=way, at_once=at_once, tokens=tokens, block=block, down_block=down_block,
-            load_bytes=load_bytes, banks=target.psum_banks - 2,
+            banks=target.psum_banks - 2,
         )  # fmt: skip
 
 

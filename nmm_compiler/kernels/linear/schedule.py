@@ -341,15 +341,6 @@ class LinearSchedule(Schedule):
         """Return the layer of the first turns of the loop."""
         return dataclasses.replace(layer, m=count * self.m_block)
 
-    def short(self) -> str:
-        """Return the axes in a few words, for tables."""
-        words = [f"m{self.m_block} u{self.u_block} n{self.block} {self.load_bytes}B"]
-        words += [f"x-{self.x_load} {self.down}x{self.banks}"]
-        flags = ("ahead", "double_row", "turned", "m_loop")
-        words += [name for name in flags if getattr(self, name)]
-        words += [f"{self.split}-split"] if self.split else []
-        return " ".join(words)
-
 
 @functools.lru_cache(maxsize=64)
 def _plan_of(schedule: LinearSchedule, layer: Layer) -> Layer:
