@@ -30,7 +30,6 @@ A construct without a form in Beta 1 raises CodegenError, which names it.
 from __future__ import annotations
 
 import ast
-import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -51,14 +50,12 @@ from nmm_compiler.codegen.printed import printed, text
 from nmm_compiler.codegen.tidy import remove_unused
 from nmm_compiler.codegen.trees import (
     Block,
-    Comment,
     Editor,
     Inlined,
     Names,
     appended,
     assign,
     assigned,
-    assigned_names,
     bound,
     called,
     changed,
@@ -126,11 +123,7 @@ def to_beta_1(source: str) -> str:
     facts = Facts(functions, kernel)
     made = [_Function(name, facts).translated(f) for name, f in functions.items()]
     others = [s for s in module.body if not isinstance(s, ast.FunctionDef)]
-    code = printed(changed(module, body=[*others, *made]))
-    unknown = re.search(r"\bnisa\.\w+\.\w+", code)
-    if unknown:
-        raise no_beta1_form(unknown[0])
-    return code
+    return printed(changed(module, body=[*others, *made]))
 
 
 # Where tensors are
@@ -223,14 +216,13 @@ def is_new_tile(node: ast.expr | None) -> bool:
 class _Function(Editor):
     """Translates one function, its statements in order.
 
-    views: names that stand for views, and so for no tensor of Beta 1; None for one that a nested
-    block has changed. values: what other names were assigned last. target: the name that the
-    present statement gives a value to.
+    views: names that stand for views, and so for no tensor of Beta 1. values: what other names were
+    assigned last. target: the name that the present statement gives a value to.
     """
 
     def __init__(self, name: str, facts: Facts) -> None:
         self.name, self.facts = name, facts
-        self.views: dict[str, View | None] = {}
+        self.views: dict[str, View] = {}
         self.values: dict[str, ast.expr] = {}
         self.bodies: dict[str, ast.FunctionDef] = {}
         self.target = ""
@@ -243,10 +235,7 @@ class _Function(Editor):
         """Return the view that an expression is, or None. parts: slices of tiles are views too."""
         match node:
             case ast.Name(name) if name in self.views:
-                view = self.views[name]
-                if view is None:
-                    raise no_beta1_form(f"the view {name}")
-                return view
+                return self.views[name]
             case ast.Subscript():
                 indices, view = indices_of(node), self.view(node.value, parts)
                 if view is not None:
@@ -281,18 +270,8 @@ class _Function(Editor):
     def _block(self, body: Block) -> list[ast.stmt]:
         made: list[ast.stmt] = []
         for statement in _with_lists(body):
-            while _says_what_beta_1_lacks(statement) and made and isinstance(made[-1], Comment):
-                made.pop()
             written = self.visit(statement)
             made += [] if written is None else [written]
-        return made
-
-    def _nested(self, body: Block) -> list[ast.stmt]:
-        """Return a nested block; behind it, the views of names that it assigns are unknown."""
-        before = set(self.views)
-        made = self._block(body)
-        changed_views = assigned_names(body) & (before | set(self.views))
-        self.views.update(dict.fromkeys(changed_views))
         return made
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
@@ -300,25 +279,16 @@ class _Function(Editor):
         self.bodies[node.name] = node
 
     def visit_If(self, node: ast.If) -> ast.stmt:
-        test, body, orelse = (
-            self.visit(node.test),
-            self._nested(node.body),
-            self._nested(node.orelse),
-        )
-        return changed(node, test=test, body=body, orelse=orelse)
+        test, body = self.visit(node.test), self._block(node.body)
+        return changed(node, test=test, body=body, orelse=self._block(node.orelse))
 
     def visit_For(self, node: ast.For) -> ast.stmt:
-        if "nl.shared_hbm" in ast.unparse(ast.Module([node], [])):
-            raise no_beta1_form(f"results made in a loop of {text(node.iter)}")
-        return changed(node, iter=_unrolled(node.iter), body=self._nested(node.body))
+        return changed(node, iter=_unrolled(node.iter), body=self._block(node.body))
 
     def visit_Assign(self, node: ast.Assign) -> ast.stmt | None:
         """Return an assignment; that of a view is written out where the view is used."""
         name, value = assigned(node)
         view = self.view(value, parts=False) if name else None
-        tile = is_new_tile(value) or is_new_tile(self.values.get(name))
-        if tile and (view is not None or name in self.views):
-            raise no_beta1_form(f"{name} as a tile and as a view")
         if view is not None:
             self.views[name] = view
             return None
@@ -351,7 +321,7 @@ class _Function(Editor):
         copies = {copy: value for copy, value in map(assigned, function.body)
                   if isinstance(value, ast.Name) and value.id == variable}  # fmt: skip
         left = [one for one in function.body if assigned(one)[0] not in copies]
-        block = self._nested(Names(copies).visit_all(left))
+        block = self._block(Names(copies).visit_all(left))
         return ast.For(ast.Name(variable, ast.Store()), iterator, block, [])
 
     # Expressions
@@ -374,8 +344,6 @@ class _Function(Editor):
     def _instruction(self, made: Any, name: str) -> ast.stmt:
         if name != "dma_copy" and name not in _ADDED:
             raise no_beta1_form(f"nisa.{name}")
-        if made.args:
-            raise no_beta1_form(f"nisa.{name} with arguments that have no keyword")
         dst, src = keyword(made, "dst"), keyword(made, "src")
         assert dst is not None
         if name == "dma_copy":
@@ -415,24 +383,13 @@ class _Function(Editor):
         directions = self.facts.memory(self.name, dst), self.facts.memory(self.name, src)
         view = self.view(src)
         spread = None if view is None else view.spread
-        if view is None or spread is None:
-            source = self.visit(src)
-        elif elements(spread)[1:] != [axis.size for axis in view.axes[1:]]:
-            raise no_beta1_form(f"a DMA that repeats {text(src)} along the free axes")
-        else:
-            source = view.spelled()
+        source = self.visit(src) if view is None or spread is None else view.spelled()
         if directions == (HBM, CHIP):
             return ast.Expr(quoted("nl.store(dst, value=src)", dst=self.visit(dst), src=source))
         if directions != (CHIP, HBM):
             raise no_beta1_form(f"a DMA from {directions[1]} to {directions[0]}")
         loaded = quoted("nl.load(source, dtype=dst.dtype)", source=source, dst=_tensor(dst))
         return ast.Assign([self._written(dst)], _spread(loaded, spread))
-
-
-def _says_what_beta_1_lacks(statement: ast.stmt) -> bool:
-    """Return whether the comment of a statement is about a DMA's queue or a loop's register."""
-    words = text(statement) if isinstance(statement, ast.Expr) else ""
-    return "dge_mode=" in words or "register_alloc(" in words
 
 
 def _spread(value: ast.expr, shape: ast.expr | None) -> ast.expr:

@@ -83,7 +83,7 @@ def elements(node: ast.expr) -> list[ast.expr]:
     return node.elts
 
 
-def keyword(node: object, name: str) -> ast.expr | None:
+def keyword(node: object, name: str) -> Any:
     """Return an argument of a call by its keyword, None where there is none."""
     given = node.keywords if isinstance(node, ast.Call) else ()
     return next((one.value for one in given if one.arg == name), None)
@@ -170,7 +170,7 @@ class View:
         flat = quoted("base.reshape((base.shape[0], length))", base=self.base, length=length)
         return View(flat, (self.starts[0], start), (self.axes[0], Axis(size, 1)))
 
-    def step(self, how: str, arguments: Sequence[ast.expr]) -> View:
+    def step(self, how: str, arguments: Sequence[Any]) -> View:
         """Return the view that a method gives.
 
         A reshape makes two axes of the only one, adds an axis of one element behind all, or makes
@@ -180,16 +180,16 @@ class View:
         sizes = [axis.size for axis in self.axes]
         match how, arguments:
             case "reshape_dim", [place, ast.Tuple([_, _] as parts)]:
-                return self.split(_constant(place), parts)
+                return self.split(place.value, parts)
             case "permute", [ast.Tuple(order)]:
-                axes = [self.axes[_constant(place)] for place in order]
+                axes = [self.axes[place.value] for place in order]
                 return dataclasses.replace(self, axes=tuple(axes))
             case "select", [place, index]:
                 indices: list[Any] = [ast.Slice(ast.Constant(0), size) for size in sizes]
-                indices[_constant(place)] = index
+                indices[place.value] = index
                 return self.at(indices)
             case "broadcast", [place, size]:
-                sizes[_constant(place)] = size
+                sizes[place.value] = size
                 return dataclasses.replace(self, spread=ast.Tuple(sizes, ast.Load()))
             case "reshape", [ast.Tuple([_, _] as parts)] if len(sizes) == 1:
                 return self.split(0, parts)
@@ -235,13 +235,6 @@ def along(size: ast.expr, place: int, rank: int) -> ast.expr:
     return subscript(quoted("nl.arange(size)", size=size), indices)
 
 
-def _constant(node: ast.expr) -> int:
-    found = number(node)
-    if found is None:
-        raise no_beta1_form(f"a view along dimension {text(node)}, which is no constant")
-    return found
-
-
 _COMPARISONS: dict[str, Any] = {
     "nl.greater_equal": ast.GtE, "nl.greater": ast.Gt, "nl.less_equal": ast.LtE, "nl.less": ast.Lt,
 }  # fmt: skip
@@ -250,11 +243,8 @@ _COMPARISONS: dict[str, Any] = {
 def predicate(select: ast.Call, partitions: ast.expr) -> ast.expr:
     """Return the comparison of an affine select."""
     pattern, multiplier = keyword(select, "pattern"), keyword(select, "channel_multiplier")
-    compared = keyword(select, "cmp_op")
-    comparison = _COMPARISONS.get(text(compared)) if compared is not None else None
-    axes: list[Any] = [getattr(axis, "elts", ()) for axis in getattr(pattern, "elts", ())]
-    if set(map(len, axes)) != {2} or multiplier is None or comparison is None:
-        raise no_beta1_form("nisa.affine_select without a spelled pattern and comparison")
+    comparison = _COMPARISONS[text(keyword(select, "cmp_op"))]
+    axes = [axis.elts for axis in pattern.elts]
     total = keyword(select, "offset") or ast.Constant(0)
     rows = [(multiplier, partitions), *axes]
     # an axis without a factor is there all the same: the comparison has the shape of the tile

@@ -145,7 +145,6 @@ def linear(x, spec, schedule, **others):
             turn = Block(0, schedule.m_block, core)
             compute_block(y_part, more_part, x_part, ends, turn, spec, schedule, others)
 
-        # the loop variable is a register because its bound is one
         nl.fori_loop(0, nisa.register_alloc(blocks), body)
     for m0 in range(first, spec.m, schedule.m_block):
         at = Block(m0, min(schedule.m_block, spec.m - m0), core)
