@@ -181,8 +181,8 @@ class View:
         match how, arguments:
             case "reshape_dim", [place, ast.Tuple([_, _] as parts)]:
                 return self.split(place.value, parts)
-            case "permute", [ast.Tuple(order)]:
-                axes = [self.axes[place.value] for place in order]
+            case "permute", [ast.Tuple() as order]:
+                axes = [self.axes[place] for place in ast.literal_eval(order)]
                 return dataclasses.replace(self, axes=tuple(axes))
             case "select", [place, index]:
                 indices: list[Any] = [ast.Slice(ast.Constant(0), size) for size in sizes]

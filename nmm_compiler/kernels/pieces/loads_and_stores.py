@@ -322,11 +322,7 @@ def add_squares(squares, part, tile, start):
 
 
 def move(dst, src, own_queue):
-    """Store a tile, or load what is small beside the weights and need not come before them.
-
-    own_queue: that of the sync engine, idle until the first result leaves; "scalar": that of
-    ScalarE, which has few other loads.
-    """
+    """Store a tile, or load what need not come before weights: a queue with few other loads."""
     if own_queue == "scalar":
         nisa.dma_copy(dst=dst, src=src, dge_mode=nisa.dge_mode.hwdge, engine=nisa.engine.scalar)
     elif own_queue:
