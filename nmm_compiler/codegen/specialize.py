@@ -33,7 +33,6 @@ from nmm_compiler.codegen.trees import (
     names_used,
     nodes,
     only_statement,
-    parameter_names,
 )
 
 
@@ -49,14 +48,10 @@ def specialize(
     """Return the source of `function` of template `path`, called `name`, for these parameters.
 
     parameters: the records. operands: the tensors there are, in order; the function may take some
-    as `**others`. header: lines of the file's docstring. Raises TypeError for a parameter that the
-    function lacks.
+    as `**others`. header: lines of the file's docstring.
     """
     read = template(path)
     entry = read.functions[function]
-    unknown = set(parameters) - set(parameter_names(entry))
-    if unknown:
-        raise TypeError(f"{path.name}: {function} has no parameters {sorted(unknown)}")
     given: Environment = {key: known(value) for key, value in parameters.items()}
     body, sites = _folded(read, function, given, operands)
     bodies, left = {function: without_lists(body)}, dict[str, list[str]]()

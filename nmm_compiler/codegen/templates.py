@@ -12,8 +12,8 @@ parameter's name before it.
 
 A helper that returns a record, or takes the operands as `others`, is no function of an emitted
 file: its statements stand where it is called. Its locals keep their names, so the caller needs
-other names. A call of it is a statement of its own, or the whole value that a name gets; `return`
-is its last statement.
+other names, as a test of all templates holds. A call of it is a statement of its own, or the whole
+value that a name gets; `return` is its last statement.
 """
 
 from __future__ import annotations
@@ -27,13 +27,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nmm_compiler.codegen.trees import (
-    assigned_names,
     called,
     nodes,
     parameter_names,
     read,
 )
-from nmm_compiler.errors import CodegenError
 
 Fields = dict[str, str]
 """Field -> the name that is its annotation: the class of a record, or any other."""
@@ -50,26 +48,12 @@ class Template:
 
     @functools.cached_property
     def written_out(self) -> Mapping[str, ast.FunctionDef]:
-        """The helpers whose statements stand where they are called.
-
-        Raises CodegenError where the caller has a name that the helper assigns.
-        """
-        found = {
+        """The helpers whose statements stand where they are called."""
+        return {
             name: node
             for name, node in self.functions.items()
             if getattr(node.returns, "id", "") in self.records or "others" in parameter_names(node)
         }
-        for caller in self.functions.keys() - found.keys():
-            taken = {one.id for one in nodes(self.functions[caller]) if isinstance(one, ast.Name)}
-            for helper in _called_in(self.functions[caller], found):
-                names = taken.union(self.kinds[caller], self.kinds[helper.name])
-                both = sorted(assigned_names(helper.body) & names)
-                if both:
-                    raise CodegenError(
-                        f"{helper.name} assigns names of its parameters or of its caller {caller}: "
-                        f"{both}; rename them"
-                    )
-        return found
 
     @functools.cached_property
     def kinds(self) -> Mapping[str, Fields]:
@@ -112,14 +96,6 @@ class Template:
             for name, node in self.functions.items()
         }
         return list(graphlib.TopologicalSorter(calls).static_order())[::-1]
-
-
-def _called_in(node: ast.AST, helpers: Mapping[str, ast.FunctionDef]) -> Iterator[ast.FunctionDef]:
-    """Yield those of the helpers that a function calls, and that those call."""
-    for helper in map(helpers.get, map(called, nodes(node))):
-        if helper is not None:
-            yield helper
-            yield from _called_in(helper, helpers)
 
 
 @functools.lru_cache(maxsize=32)
