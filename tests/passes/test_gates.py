@@ -50,6 +50,7 @@ SPELLED = {
     ),
     "erf": (lambda x: x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0))), "gelu"),
     "clamp": (lambda x: x.clamp(min=0), "relu"),
+    "threshold": (lambda x: F.threshold(x, 0.0, 0.0), "relu"),
     "silu": (F.silu, "silu"),
     "gelu": (lambda x: F.gelu(x, approximate="tanh"), "gelu_tanh"),
     "bilinear": (lambda x: x, "identity"),
