@@ -85,7 +85,8 @@ ALIASES = {
     **dict.fromkeys(("input", "self", "a", "x", "local_tensor"), "source"),
     **dict.fromkeys(("weight", "b", "mat2", "batch2", "vec", "tensor"), "other"),
     **dict.fromkeys(("batch1", "mat"), "mat1"),
-    "min": "low", "max": "high",
+    **dict.fromkeys(("min", "threshold"), "low"),
+    **dict.fromkeys(("max", "value"), "high"),
     "axis": "dim", "key": "index", "train": "training", "dims_self": "dims", "offset": "diagonal",
     "tensors": "operands", "matrices": "tensors",
 }  # fmt: skip
@@ -461,7 +462,7 @@ def _sum_over(
 ) -> Result:
     """Read the sum over axes of a constant matrix times a value as their product."""
     node, shape = call.node, c.sizes(source)
-    if target_name(source) != "mul" or dtype is not None or keepdim:
+    if target_name(source) != "mul" or dtype is not None:
         return None
     operands = source.all_input_nodes
     axes = list(dim) if isinstance(dim, (tuple, list)) else [dim]
@@ -485,8 +486,15 @@ def _sum_over(
     if not all(summed <= {*own} for own in labels):
         return None  # a sum over an axis that is repeated counts it several times
     out = tuple(i for i in range(len(shape)) if i not in summed)
+    form = Product(operands[0], operands[1], labels[0], labels[1], out)
     c.helpers[node] = frozenset((source,))
-    return Product(operands[0], operands[1], labels[0], labels[1], out)
+    if not keepdim:
+        return form
+    sizes = tuple(shape[i] for i in out)
+    made = c.virtual(node, "product", form, sizes)
+    c.helpers[made] = frozenset((source,))
+    dims = iter(views.identity(sizes))
+    return made, tuple(() if i in summed else next(dims) for i in range(len(shape)))
 
 
 def _where(
@@ -701,6 +709,8 @@ _ACTIVATIONS = (
 @_of_kept
 def _clamp(c: Canonical, call: Call, source: fx.Node, low: Any = None, high: Any = None) -> Result:
     """Read a clamp from below at zero, and nothing else, as relu."""
+    if call.name == "threshold":
+        high = high or None
     return Activation(source, "relu") if _number(low) and low == 0 and high is None else None
 
 
@@ -792,7 +802,7 @@ TABLE: dict[str, Handler] = {
     "add_": _sum,
     "sub_": _sum,
     **dict.fromkeys(_ACTIVATIONS, _activation),
-    **dict.fromkeys(("clamp", "clamp_min", "clip"), _clamp),
+    **dict.fromkeys(("clamp", "clamp_min", "clip", "threshold"), _clamp),
     "rms_norm": _rms_norm,
     "layer_norm": _layer_norm,
     **dict.fromkeys(("diag", "diag_embed"), _diagonal),

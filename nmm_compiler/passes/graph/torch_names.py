@@ -83,6 +83,7 @@ _SYNONYMS = {
     "convert_element_type": "to",
     "_to_copy": "to",
     "absolute": "abs",
+    "_threshold": "threshold",
     "special_expit": "sigmoid",
     "expit": "sigmoid",
     "lift_fresh": "alias",
