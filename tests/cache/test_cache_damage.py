@@ -22,19 +22,32 @@ def entry(directory):
     return Store(directory).get_or_build(key_of(1), Builder(SOURCE), META)
 
 
-def test_every_byte_flipped_once_is_rebuilt(directory, entry):
-    build = Builder(SOURCE)
-    bytes_of = [(file, at) for file in entry.path.iterdir() for at in range(file.stat().st_size)]
+def _flips(entry, bits):
+    for file in sorted(entry.path.iterdir()):
+        original = file.read_bytes()
+        for position in range(len(original)):
+            for bit in bits(position):
+                data = bytearray(original)
+                data[position] ^= 1 << bit
+                yield file, original, bytes(data)
+
+
+def test_every_byte_flipped_once_is_seen_and_the_kernel_is_rebuilt(directory, entry):
+    build, disk = Builder(SOURCE), Disk(directory, writing=True)
+    flips = list(_flips(entry, lambda position: [(position + 3) % 8]))
+    for file, original, flipped in flips:
+        file.write_bytes(flipped)
+        with pytest.raises(DamagedEntryError):
+            disk.read(entry.key.digest)
+        file.write_bytes(original)
     with warnings.catch_warnings(record=True, action="always") as caught:
-        for count, (file, position) in enumerate(bytes_of, 1):
-            flipped = bytearray(file.read_bytes())
-            flipped[position] ^= 1 << (position + 3) % 8
+        for count, (file, _, flipped) in enumerate(flips[::16], 1):
             file.write_bytes(flipped)
             again = Store(directory).get_or_build(key_of(1), build, META)
             assert build.calls == count
             assert (again.files, again.meta) == ({"kernel.py": SOURCE}, META)
-    assert sum(issubclass(w.category, CacheWarning) for w in caught) == len(bytes_of)
-    assert Disk(directory, writing=True).read(entry.key.digest).files == entry.files
+    assert sum(issubclass(w.category, CacheWarning) for w in caught) == len(flips[::16])
+    assert disk.read(entry.key.digest).files == entry.files
 
 
 @pytest.mark.parametrize("name", ["kernel.py", "meta.json"])
