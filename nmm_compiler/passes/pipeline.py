@@ -31,7 +31,7 @@ from nmm_compiler.errors import (
     no_real_inputs,
 )
 from nmm_compiler.options import Options, setting
-from nmm_compiler.passes.chains.safety import TYPICAL_TOKENS, Refusal, moving
+from nmm_compiler.passes.chains.safety import Refusal, moving, tokens_to_judge
 from nmm_compiler.passes.emit.calls import Call
 from nmm_compiler.passes.emit.editor import Editor, NotEmittedError
 from nmm_compiler.passes.faults import Fault, Faults
@@ -218,15 +218,6 @@ class Attempt:
             raise broken_rule(self.rules[0].name, "graph", error) from error
         self.values = {n: v for n, v in self.c.values.items() if n.graph is self.module.graph}
 
-    def findings(self, step: str) -> Iterator[str]:
-        """Yield what the graph is after a step, or what was found in it, for a dump."""
-        if step == "read":
-            yield from (f"{key.name}: {form}" for key, form in self.c.forms.items())
-        yield from map(str, self.matches)
-        for call in _calls(self):
-            yield from (f"{one.final.name}: {one.out_layout}" for one in call.results())
-        yield from (f"declined: {one}" for one in self.result.declined)
-
     def _emit_one(self, match: Match, rule: Rule) -> None:
         """Let a rule emit what replaces its match; set `dropped` where it fails."""
         editor, call = self.editor, match.data
@@ -264,8 +255,8 @@ def _terms(c: Canonical, nodes: frozenset[fx.Node]) -> int:
     total = 0
     for _, form in (product for node in nodes for product in products_at(c, node)):
         labelled = zip(form.lhs_labels, c.sizes(form.lhs), strict=False)
-        sizes = [size for label, size in labelled if label not in form.out_labels]
-        total += sum(size if isinstance(size, int) else TYPICAL_TOKENS for size in sizes)
+        summed = (size for label, size in labelled if label not in form.out_labels)
+        total += sum(map(tokens_to_judge, summed))
     return total
 
 
@@ -335,11 +326,17 @@ def _new_folder(path: str) -> Path | None:
 
 
 def _dump(folder: Path, step: str, attempt: Attempt) -> None:
-    """Write `<number>_<step>.py`: the findings as comments, then the code of the graph."""
-    lines = [f"# {line}" for found in attempt.findings(step) for line in found.splitlines()]
+    """Write `<number>_<step>.py`: what was found as comments, then the code of the graph."""
+    found = [str(match) for match in attempt.matches]
+    if step == "read":
+        found += [f"{key.name}: {form}" for key, form in attempt.c.forms.items()]
+    results = (one for call in _calls(attempt) for one in call.results())
+    found += [f"{one.final.name}: {one.out_layout}" for one in results]
+    found += [f"declined: {one}" for one in attempt.result.declined]
+    lines = [f"# {line}" for line in "\n".join([f"after {step}", *found]).splitlines()]
     code = attempt.module.graph.python_code("self").src.strip()
     file = folder / f"{len(list(folder.iterdir())):02d}_{step}.py"
-    file.write_text("\n".join([f"# after {step}", *lines, "", code, ""]), encoding="utf-8")
+    file.write_text("\n".join([*lines, "", code, ""]), encoding="utf-8")
 
 
 RULES: tuple[Rule, ...] = (
