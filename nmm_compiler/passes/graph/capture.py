@@ -9,6 +9,7 @@ fake-tensor propagation.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import warnings
 import weakref
@@ -26,7 +27,7 @@ from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
-from nmm_compiler.errors import ModelError, nearest
+from nmm_compiler.errors import ModelError
 from nmm_compiler.passes.graph.effects import fetch_attribute, region_edge
 
 _NO_LIMIT = 1 << 30
@@ -59,14 +60,12 @@ def to_graph(model: Any, example_inputs: Any) -> tuple[fx.GraphModule, Sequence[
     """
     args, kwargs = arguments(example_inputs)
     if isinstance(model, fx.GraphModule):
-        if kwargs:
-            names = [str(n.target) for n in model.graph.nodes if n.op == "placeholder"]
-            missing = [n for n in names if n not in kwargs]
-            if missing:
-                taken = nearest(missing[0], names)
-                raise ModelError(f"example_inputs lack {missing[0]!r}; the graph takes {taken}")
-            args = tuple(kwargs[n] for n in names)
-        return model, args if example_inputs is not None else None
+        if example_inputs is None:
+            return model, None
+        try:
+            return model, inspect.signature(model.forward).bind(*args, **kwargs).args
+        except TypeError as error:
+            raise ModelError(f"example_inputs are no call of the graph: {error}") from error
     if isinstance(model, torch.export.ExportedProgram):
         return model.module(), None
     if not callable(model):
