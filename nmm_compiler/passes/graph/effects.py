@@ -21,7 +21,6 @@ from nmm_compiler.passes.graph.torch_names import inplace_flag, is_inplace_name,
 
 # The storage identity of unknown memory.
 ANYTHING = frozenset((0,))
-_PURE_UNKNOWN = frozenset({"_guards_fn", "_assert_tensor_metadata"})
 _ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async")
 _FUNCTORCH = re.compile(
     "_increment_nesting|_decrement_nesting|_add_batch_dim|_remove_batch_dim|_wrap_for_grad|"
@@ -120,7 +119,7 @@ def written_arguments(node: fx.Node, root: nn.Module) -> list[fx.Node]:
     inputs = node.all_input_nodes
     if node.op == "call_module":
         module = fetch_attribute(root, str(node.target))
-        if str(node.target) in _PURE_UNKNOWN:
+        if node.target == "_guards_fn":  # asserts what Dynamo guards
             return []
         if isinstance(module, fx.GraphModule):
             return inputs if graph_writes(module) else []
@@ -177,7 +176,6 @@ class Effects:
         self.transformed: list[int] = []
         depth = 0
         self._values = values
-        self._storages: dict[fx.Node, frozenset[int]] = {}
         for position, node in enumerate(module.graph.nodes):
             self.position[node] = position
             change = transform_depth(node)
@@ -192,10 +190,7 @@ class Effects:
 
     def storages(self, node: fx.Node) -> frozenset[int]:
         """Return the identities of the storages that the node's value lives in."""
-        found = self._storages.get(node)
-        if found is None:
-            found = self._storages[node] = storages_of(self._values.get(node))
-        return found
+        return storages_of(self._values.get(node))
 
     def is_written(self, *nodes: fx.Node) -> bool:
         """Return whether anything in the graph writes the memory that a value of these lives in."""
