@@ -40,7 +40,7 @@ def saved(tmp_path_factory):
             '{"weight_map": {"x": "g.safetensors"}}',
             "g.* is missing",
         ),
-        ("model.safetensors", "", "model.safetensors is no whole safetensors file"),
+        ("model.safetensors", "", "SafetensorError"),
     ],
 )
 def test_damaged_files_are_named(file, text, reason, saved, tmp_path):
@@ -57,7 +57,7 @@ def test_a_config_that_describes_another_model_is_refused(saved, tmp_path):
     config = json.loads(path.read_text())
     for key, value, reason in (
         ("hidden_size", 10**9, "hidden_size 1000000000"),
-        ("intermediate_size", 1 << 23, "parameters, the weights have"),
+        ("intermediate_size", 1 << 23, "intermediate_size 8388608"),
         ("num_hidden_layers", 3, "weights lack model.layers.2"),
         ("architectures", ["Evil"], "has no such model"),
     ):
