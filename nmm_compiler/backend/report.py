@@ -237,8 +237,10 @@ def publish(
         for name, text in _artifacts(report, before, after):
             _log.debug("%s of graph %d\n%s", name, report.graph, text)
     _artifact("nmm_compile_report", report.to_json, "json")
-    if trace_log.handlers:
-        _trace(report, before, after)
+    places = (getattr(handler, "root_dir", None) for handler in trace_log.handlers)
+    folder = next(filter(None, places), None)
+    if folder is not None:  # handlers of others read no pages, and one takes seconds
+        _trace(report, before, after, Path(folder))
     if isinstance(options.report, str):
         shown = _pages.setdefault(options.report, [])
         shown.append(report)
@@ -282,7 +284,7 @@ def _artifact(name: str, text: Callable[[], str], encoding: str = "string") -> N
     torch._logging.trace_structured("artifact", metadata_fn=lambda: about, payload_fn=text)
 
 
-def _trace(report: CompileReport, before: Any, after: Any) -> None:
+def _trace(report: CompileReport, before: Any, after: Any, folder: Path) -> None:
     """Write all of a graph's texts to torch's structured trace, and its page beside it.
 
     tlparse shows artefacts as plain text only, so the page is a file that the trace links to.
@@ -290,14 +292,11 @@ def _trace(report: CompileReport, before: Any, after: Any) -> None:
     shown = page(f"nmm_compiler: graph {report.graph}", compile_parts([report]))
     for name, text in (*_artifacts(report, before, after), ("nmm_report.html", shown)):
         _artifact(name, text.__str__)
-    places = (getattr(handler, "root_dir", None) for handler in trace_log.handlers)
-    folder = next(filter(None, places), None)
-    if folder is not None:
-        name = f"nmm_report_{report.graph}"
-        place = Path(folder).resolve() / f"{name}_of_{os.getpid()}.html"
-        try:
-            link = {"name": name, "url": write_text(place, [shown]).as_uri()}
-        except OutputError as error:
-            _log.warning("%s", error)
-        else:
-            torch._logging.trace_structured("link", metadata_fn=lambda: link)
+    name = f"nmm_report_{report.graph}"
+    place = folder.resolve() / f"{name}_of_{os.getpid()}.html"
+    try:
+        link = {"name": name, "url": write_text(place, [shown]).as_uri()}
+    except OutputError as error:
+        _log.warning("%s", error)
+    else:
+        torch._logging.trace_structured("link", metadata_fn=lambda: link)

@@ -1,13 +1,18 @@
 """TORCH_LOGS, TORCH_TRACE with tlparse and NMM_PRINT_KERNELS."""
 
+import logging
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from processes import ROOT, ran
+from torch._logging._internal import trace_log
+from toy_models import Pair
 
+from nmm_compiler.backend import report
 from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.kernels.linear.specs import LowRankSpec
 
@@ -68,6 +73,15 @@ def test_tlparse_shows_the_artefacts(traced, tmp_path):
     assert f'href="{page.as_uri()}"' in index, "the report opens as a page"
     assert "<svg" in page.read_text()
     shutil.rmtree(tmp_path / "out")
+
+
+def test_a_page_is_made_for_torchs_own_trace_alone(monkeypatch):
+    """Not for what listens to its logger: a page takes seconds of predictions."""
+    monkeypatch.setattr(report, "compile_parts", None)
+    monkeypatch.setattr(trace_log, "handlers", [logging.NullHandler()])
+    options = {"inner": "eager", "kernels": "lazy"}
+    torch.compile(Pair(16, 4, 8), backend="nmm", options=options)(torch.zeros(2, 16))
+    assert report.last_report().chains == 1
 
 
 def test_print_kernels_prints_the_source_of_each_kernel_once(capsys, monkeypatch, tmp_path):
