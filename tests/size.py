@@ -8,13 +8,10 @@ is 1 if a limit is broken. The table in docs/layout.md is the only place that na
 `tests/` is a whole tree, `nmm_compiler/passes/` a room, `nmm_compiler/*.py` the files beside rooms.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import re
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +28,7 @@ class Size:
     nodes: int = 0
     functions: int = 0
 
-    def __add__(self, other: Size) -> Size:
+    def __add__(self, other):
         return Size(
             self.statements + other.statements,
             self.lines + other.lines,
@@ -40,7 +37,7 @@ class Size:
         )
 
     @property
-    def nodes_per_statement(self) -> float:
+    def nodes_per_statement(self):
         return self.nodes / self.statements if self.statements else 0.0
 
 
@@ -53,7 +50,7 @@ class Limit:
     statements: int
     nodes_per_statement: float | None
 
-    def faults(self, size: Size) -> Iterator[str]:
+    def faults(self, size):
         if size.statements > self.statements:
             yield f"{self.name}: {size.statements:,} statements, over {self.statements:,}"
         most = self.nodes_per_statement
@@ -61,7 +58,7 @@ class Limit:
             yield f"{self.name}: {size.nodes_per_statement:.2f} nodes a statement, over {most:.2f}"
 
 
-def size_of(text: str) -> Size:
+def size_of(text):
     nodes = list(ast.walk(ast.parse(text)))
     return Size(
         statements=sum(isinstance(node, ast.stmt) for node in nodes),
@@ -71,7 +68,7 @@ def size_of(text: str) -> Size:
     )
 
 
-def limits_of(layout: str) -> list[Limit]:
+def limits_of(layout):
     """Return the rows of the table in the text of docs/layout.md."""
     table = layout.partition(HEADING)[2].partition("\n\n")[0]
     limits = []
@@ -90,7 +87,7 @@ def limits_of(layout: str) -> list[Limit]:
     return limits
 
 
-def sizes_of(root: Path, limits: list[Limit]) -> dict[str, Size]:
+def sizes_of(root, limits):
     """Return the size of each room of the trees that the limits name."""
     sizes: dict[str, Size] = {}
     for tree in dict.fromkeys(name.split("/")[0] for limit in limits for name in limit.rooms):
@@ -101,11 +98,11 @@ def sizes_of(root: Path, limits: list[Limit]) -> dict[str, Size]:
     return sizes
 
 
-def total(sizes: dict[str, Size], names: tuple[str, ...]) -> Size:
+def total(sizes, names):
     return sum((size for room, size in sizes.items() if room.startswith(names)), Size())
 
 
-def rooms_without_a_limit(sizes: dict[str, Size], limits: list[Limit]) -> list[str]:
+def rooms_without_a_limit(sizes, limits):
     """Return the rooms that have no row of their own, in trees where other rooms have one."""
     named = [name for limit in limits for name in limit.rooms if name.split("/")[1]]
     trees = {name.split("/")[0] for name in named}
@@ -114,13 +111,13 @@ def rooms_without_a_limit(sizes: dict[str, Size], limits: list[Limit]) -> list[s
     ]
 
 
-def row(name: str, size: Size, before: Size | None, limit: str = "") -> str:
+def row(name, size, before, limit=""):
     text = f"{name:<28}{size.statements:>11,}{limit:>9}{size.lines:>9,}"
     text += f"{size.nodes_per_statement:>8.2f}{size.functions:>11,}"
     return text if before is None else f"{text}{size.statements - before.statements:>+10,}"
 
 
-def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
+def main(arguments=None, root=ROOT):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--against", type=Path, metavar="DIR", help="another checkout")
     against = parser.parse_args(arguments).against

@@ -5,12 +5,9 @@ included: a dependency that is hidden in a function is still one. The table in d
 which room is in which layer.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,11 +80,11 @@ class Import:
     module: str
     lazy: bool
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"nmm_compiler/{self.file}:{self.line} imports {self.module}"
 
 
-def imports_of(file: str, text: str) -> Iterator[Import]:
+def imports_of(file, text):
     """Yield every import of a module given by its path below the package."""
     package = ["nmm_compiler", *Path(file).parts[:-1]]
     tree = ast.parse(text, file)
@@ -121,15 +118,15 @@ def imports_of(file: str, text: str) -> Iterator[Import]:
 _IMPORTERS = ("import_module", "__import__")
 
 
-def _callee(node: ast.Call) -> str:
+def _callee(node):
     return getattr(node.func, "attr", getattr(node.func, "id", ""))
 
 
-def _is_type_checking(node: ast.AST) -> bool:
+def _is_type_checking(node):
     return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
 
 
-def _is_module(name: str) -> bool:
+def _is_module(name):
     """Return whether a dotted name below nmm_compiler is a file or a folder of the package."""
     head, *rest = name.split(".")
     if head != "nmm_compiler" or not rest:
@@ -138,13 +135,13 @@ def _is_module(name: str) -> bool:
     return path.is_dir() or path.with_suffix(".py").is_file()
 
 
-def room_of(file: str) -> str:
+def room_of(file):
     """Return the room of a file below the package: its folder, or its own name."""
     first, *rest = Path(file).parts
     return "ops" if first == "kernels" and rest[-1] == OP_FILE else first.removesuffix(".py")
 
 
-def is_template(file: str) -> bool:
+def is_template(file):
     """Return whether a file is NKI code: read as text, run under stand-in modules."""
     room, *rest = Path(file).parts
     if (room, *rest) in (("device", "rungs.py"), ("device", "loop_rungs.py")):
@@ -153,7 +150,7 @@ def is_template(file: str) -> bool:
     return room == "kernels" and kernel and rest[1] != "__init__.py"
 
 
-def layer_faults(found: Import) -> Iterator[str]:
+def layer_faults(found):
     """Yield what is wrong with the direction of an import within the package."""
     parts = found.module.split(".")
     if parts[0] != "nmm_compiler":
@@ -179,7 +176,7 @@ def layer_faults(found: Import) -> Iterator[str]:
         )
 
 
-def third_party_faults(found: Import) -> Iterator[str]:
+def third_party_faults(found):
     """Yield what is wrong with an import of a package that is not ours."""
     package = found.module.split(".")[0]
     if package == "nmm_compiler" or package in sys.stdlib_module_names:
@@ -205,24 +202,24 @@ def third_party_faults(found: Import) -> Iterator[str]:
         yield f"{found}: {room} may import of third parties: {allowed}"
 
 
-def template_faults(found: Import) -> Iterator[str]:
+def template_faults(found):
     """Yield what is wrong with an import in an NKI template."""
     piece = found.module.startswith("nmm_compiler.kernels.pieces.")
     if found.module.split(".")[0] not in ("nki", "dataclasses") and not piece:
         yield f"{found}: a template imports nki and kernels/pieces, nothing else"
 
 
-def _files() -> Iterator[tuple[str, str]]:
+def _files():
     for path in sorted(PACKAGE.rglob("*.py")):
         yield path.relative_to(PACKAGE).as_posix(), path.read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
-def imports() -> list[Import]:
+def imports():
     return [found for file, text in _files() for found in imports_of(file, text)]
 
 
-def _report(faults: list[str]) -> None:
+def _report(faults):
     assert not faults, f"{len(faults)} import(s) against the layers:\n" + "\n".join(faults)
 
 
@@ -269,7 +266,7 @@ def test_no_files_import_each_other_in_a_circle(imports):
             edges.setdefault(found.file, {})[name] = found.line
     done: set[str] = set()
 
-    def visit(file: str, path: list[str]) -> None:
+    def visit(file, path):
         assert file not in path, "import circle: " + " -> ".join([*path[path.index(file) :], file])
         if file in done:
             return

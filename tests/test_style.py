@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-TREE = Path(__file__).resolve().parent.parent
-PACKAGE = TREE / "nmm_compiler"
+PACKAGE = Path(__file__).resolve().parent.parent / "nmm_compiler"
 FORBIDDEN_NAMES = {"utils.py", "util.py", "helpers.py", "misc.py", "common.py"}
 
 

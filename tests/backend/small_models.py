@@ -8,7 +8,7 @@ from toy_models import llama
 class FactorPair(nn.Sequential):
     """A linear layer as two, with the attributes that model code reads of a linear layer."""
 
-    def __init__(self, linear: nn.Linear, rank: int) -> None:
+    def __init__(self, linear, rank):
         u, s, v = torch.linalg.svd(linear.weight.detach().double(), full_matrices=False)
         root = s[:rank].sqrt()
         down = nn.Linear(linear.in_features, rank, bias=False)
@@ -20,7 +20,7 @@ class FactorPair(nn.Sequential):
         super().__init__(down, up)
 
 
-def factorize(model: nn.Module, rank: int = 8, skip=("lm_head",)) -> int:
+def factorize(model, rank=8, skip=("lm_head",)):
     """Replace each linear layer by a factor pair; return how many."""
     found = [
         (parent, name, child)
@@ -34,7 +34,7 @@ def factorize(model: nn.Module, rank: int = 8, skip=("lm_head",)) -> int:
     return len(found)
 
 
-def small_llama(layers: int = 2, rank: int = 8, **more):
+def small_llama(layers=2, rank=8, **more):
     model = llama(64, 160, layers, 128, tie_word_embeddings=False, **more)
     chains = factorize(model, rank)
     assert chains == 7 * layers

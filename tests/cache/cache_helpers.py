@@ -8,7 +8,6 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 from nmm_compiler.cache import disk as disk_module
@@ -18,20 +17,20 @@ from nmm_compiler.cache.store import Store
 NOBODY = 65534
 
 
-def key_of(number: int, **more: object) -> Key:
+def key_of(number, **more):
     return Key.make({"family": "lowrank", "spec": {"m": number, "k": 64}, "target": "trn2", **more})
 
 
-def place(directory: Path, key: Key) -> Path:
+def place(directory, key):
     """Return where the entry of a key is on disk."""
     return directory / disk_module.FOLDER / key.digest
 
 
-def accept(name: str, text: str) -> None:
+def accept(name, text):
     """A check that has nothing against any source."""
 
 
-def leftovers(directory: Path) -> list[str]:
+def leftovers(directory):
     """Return what is unfinished on disk."""
     names = os.listdir(directory / disk_module.FOLDER)
     return [name for name in names if name.startswith(".")]
@@ -40,15 +39,15 @@ def leftovers(directory: Path) -> list[str]:
 class Builder:
     """Counts how often it was asked."""
 
-    def __init__(self, text: str = "y = 1\n") -> None:
+    def __init__(self, text="y = 1\n"):
         self.text, self.calls = text, 0
 
-    def __call__(self) -> dict[str, str]:
+    def __call__(self):
         self.calls += 1
         return {"kernel.py": self.text}
 
 
-def fork(body: Callable[[], None], user: int | None = None) -> int:
+def fork(body, user=None):
     """Run `body` in a forked child, as another user if given; return the child's id.
 
     The child ends with 0, or with 1 and a traceback on stderr.
@@ -74,13 +73,13 @@ def fork(body: Callable[[], None], user: int | None = None) -> int:
         os._exit(code)
 
 
-def run_forked(body: Callable[[], None], user: int | None = None) -> None:
+def run_forked(body, user=None):
     """Run `body` in a child and fail when it fails."""
     _, status = os.waitpid(fork(body, user), 0)
     assert os.waitstatus_to_exitcode(status) == 0, "the child failed, see stderr"
 
 
-def open_directory(mode: int, user: int | None = None) -> Path:
+def open_directory(mode, user=None):
     """Return a new directory directly in the temporary directory, which any user can reach."""
     path = Path(tempfile.mkdtemp(prefix="nmm-cache-test-"))
     os.chmod(path, mode)
@@ -89,7 +88,7 @@ def open_directory(mode: int, user: int | None = None) -> Path:
     return path
 
 
-def mend(message: str) -> None:
+def mend(message):
     """Run the command that an error ends with."""
     found = re.search(r"mend it: (ch(?:mod|own) .+?)(?:, or| \(|$)", message)
     assert found, message

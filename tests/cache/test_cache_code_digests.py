@@ -40,7 +40,7 @@ def digests(package):
     return dict(code_digests.code_digests(package))
 
 
-def emit(folder: Path) -> list[str]:
+def emit(folder):
     alone = {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     return ran("-c", EMIT, cwd=folder, **alone).stdout.splitlines()
 

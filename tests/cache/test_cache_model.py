@@ -16,31 +16,31 @@ from nmm_compiler.cache.store import Store
 numbers = st.integers(0, 4)
 
 
-def text_of(number: int) -> str:
+def text_of(number):
     return f"y = {number}\n" * (number + 1) * 20
 
 
 class History(RuleBasedStateMachine):
     """Each step is a process of its own; `whole` are the entries that must hit."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.folder = Path(tempfile.mkdtemp(prefix="nmm-model-"))
         self.whole: set[int] = set()
         self.away: set[int] = set()
 
     @property
-    def archive(self) -> Path:
+    def archive(self):
         return self.folder / "out.tar"
 
     @property
-    def store(self) -> Store:
+    def store(self):
         return Store(self.folder / "cache", check=accept)
 
-    def teardown(self) -> None:
+    def teardown(self):
         shutil.rmtree(self.folder)
 
-    def _entry(self, number: int) -> Path:
+    def _entry(self, number):
         return place(self.folder / "cache", key_of(number))
 
     @rule(number=numbers)

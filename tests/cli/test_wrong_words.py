@@ -25,7 +25,7 @@ NEEDED = {
 """Arguments that are right, up to the one that is wrong."""
 
 
-def texts(command) -> dict[str, str]:
+def texts(command):
     """Return {parameter: flag, "" for an argument} of the texts that a command takes."""
     found = {}
     for name, hint in get_type_hints(command.callback, include_extras=True).items():
@@ -37,7 +37,7 @@ def texts(command) -> dict[str, str]:
     return found
 
 
-def wrong_lines() -> dict[str, list[str]]:
+def wrong_lines():
     """Return, for each argument that takes one of a set of words, a line where it is wrong."""
     lines = {}
     for command in app.registered_commands:
@@ -74,7 +74,7 @@ print(json.dumps(found))
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory) -> dict[str, tuple[int, str, float]]:
+def answers(tmp_path_factory):
     place = tmp_path_factory.mktemp("words")
     (place / "add.py").write_text("import nki\n\n\n@nki.jit\ndef add(a):\n    return a\n")
     done = ran("-c", PROGRAM, json.dumps(LINES), cwd=place, timeout=120)

@@ -5,8 +5,6 @@ Weights have spectral norm at most 1, so that rounding errors are not amplified 
 product.
 """
 
-from __future__ import annotations
-
 import operator
 import random
 
@@ -20,7 +18,7 @@ aten = torch.ops.aten
 class Builder:
     """Adds random operations; `values` holds what each node computes."""
 
-    def __init__(self, seed: int, dtype: torch.dtype) -> None:
+    def __init__(self, seed, dtype):
         self.dtype = dtype
         self.rng = random.Random(seed)
         # Drawn apart, so that a seed's other choices stay what they were before these existed.
@@ -34,7 +32,7 @@ class Builder:
 
     # -- parts --------------------------------------------------------------------------------
 
-    def parameter(self, *shape: int) -> fx.Node:
+    def parameter(self, *shape):
         data = torch.randn(*shape, generator=self.generator)
         if len(shape) == 2:
             data = data / torch.linalg.matrix_norm(data, 2)
@@ -46,7 +44,7 @@ class Builder:
         self.values[node] = getattr(self.root, name).detach()
         return node
 
-    def add(self, kind: str, target, *args, **kwargs) -> fx.Node:
+    def add(self, kind, target, *args, **kwargs):
         real = fx.node.map_arg((args, kwargs), lambda n: self.values[n])
         if kind == "call_method":
             value = getattr(real[0][0], target)(*real[0][1:], **real[1])
@@ -56,18 +54,18 @@ class Builder:
         self.values[node] = value
         return node
 
-    def f(self, target, *args, **kwargs) -> fx.Node:
+    def f(self, target, *args, **kwargs):
         return self.add("call_function", target, *args, **kwargs)
 
-    def m(self, name: str, *args, **kwargs) -> fx.Node:
+    def m(self, name, *args, **kwargs):
         return self.add("call_method", name, *args, **kwargs)
 
-    def shape(self, node: fx.Node) -> tuple[int, ...]:
+    def shape(self, node):
         return tuple(self.values[node].shape)
 
     # -- products -------------------------------------------------------------------------------
 
-    def product(self, x: fx.Node, n: int) -> fx.Node:
+    def product(self, x, n):
         shape = self.shape(x)
         k = shape[-1]
         w, stored = self.parameter(k, n), self.parameter(n, k)
@@ -89,10 +87,10 @@ class Builder:
         chosen = ways.get(self.rng.randrange(10))
         return chosen() if chosen else self.m("matmul", x, self.f(getattr, stored, "T"))
 
-    def width(self, x: fx.Node) -> int:
+    def width(self, x):
         return self.rng.randint(2, 4) if self.shape(x)[-1] > 6 else self.rng.randint(10, 20)
 
-    def between(self, x: fx.Node) -> fx.Node:
+    def between(self, x):
         """Add something that a matcher may look through or fold, or must not."""
         shape = self.shape(x)
         n, rng = shape[-1], self.rng
@@ -127,11 +125,11 @@ class Builder:
         chosen = ways.get(rng.randrange(24))
         return chosen() if chosen else x
 
-    def written(self, x: fx.Node, write: fx.Node) -> fx.Node:
+    def written(self, x, write):
         """Return x behind a write to it."""
         return x
 
-    def lora(self, x: fx.Node, n: int) -> fx.Node:
+    def lora(self, x, n):
         base = self.product(x, n)
         y = self.product(self.product(x, 2), n)
         if self.rng.random() < 0.5:
@@ -141,7 +139,7 @@ class Builder:
         pair = (base, y) if self.rng.random() < 0.5 else (y, base)
         return self.f(operator.add, *pair)
 
-    def gated(self, x: fx.Node, n: int) -> fx.Node:
+    def gated(self, x, n):
         gate = self.product(self.product(x, 3), n)
         up = self.product(self.product(x, 2), n)
         gate = self.f(self.rng.choice([F.silu, F.gelu, torch.relu]), gate)
@@ -153,12 +151,12 @@ class Builder:
         down = self.product(down, 2) if self.rng.random() < 0.7 else down
         return self.product(down, self.shape(x)[-1])
 
-    def newer(self, x: fx.Node) -> fx.Node:
+    def newer(self, x):
         """Add forms that commute, repeat or add up; drawn apart."""
         rng, shape = self.third, self.shape(x)
         k, n, r = shape[-1], rng.randint(10, 20), rng.choice([1, 2, 3])
 
-        def linear(y: fx.Node, outputs: int) -> fx.Node:
+        def linear(y, outputs):
             return self.f(F.linear, y, self.parameter(outputs, self.shape(y)[-1]))
 
         pick = rng.randrange(5)
@@ -192,7 +190,7 @@ class Builder:
         return self.m("t", linear(self.m("t", self.m("t", y)), 12)) if rng.random() < 0.5 else y
 
     # (the two below give several results of one x; they are joined again so that all count)
-    def several(self, x: fx.Node, n: int) -> fx.Node:
+    def several(self, x, n):
         ys = []
         for _ in range(self.rng.randint(2, 3)):
             down, up = self.parameter(3, self.shape(x)[-1]), self.parameter(n, 3)
@@ -200,14 +198,14 @@ class Builder:
             ys.append(self.between(y) if self.rng.random() < 0.3 else y)
         return self.join(ys)
 
-    def fan(self, x: fx.Node, n: int) -> fx.Node:
+    def fan(self, x, n):
         h = self.f(F.linear, x, self.parameter(3, self.shape(x)[-1]))
         ys = [self.f(F.linear, h, self.parameter(n, 3)) for _ in range(2)]
         if self.rng.random() < 0.3:
             ys.append(self.between(h))
         return self.join(ys)
 
-    def join(self, ys: list[fx.Node]) -> fx.Node:
+    def join(self, ys):
         same = [y for y in ys if self.shape(y) == self.shape(ys[0])]
         total = same[0]
         for y in same[1:]:
@@ -215,7 +213,7 @@ class Builder:
         return total
 
 
-def build(seed: int, dtype: torch.dtype = torch.float32) -> tuple[fx.GraphModule, torch.Tensor]:
+def build(seed, dtype=torch.float32):
     """Return the graph of a seed, and its input."""
     b = Builder(seed, dtype)
     rng = b.rng
