@@ -66,6 +66,10 @@ matmul m=20 k=300 n=200 norm=rms norm_bias | SpecError | has no bias
 matmul m=20 k=300 n=200 norm=rms norm_eps=-1.0 | SpecError | 0 or more
 matmul m=20 k=300 n=200 norm=rms dtype=float8_e4m3 | SpecError | pass x_dtype bfloat16
 lowrank_shared m=20 k=300 pairs=100:200 residual | SpecError | drop residual
+lowrank_shared m=8 k=16 pairs=4:0 | ShapeError | n of pair 0 is 0
+lowrank_shared m=8 k=16 pairs=4:32 pairs=4:8 bias=true,false,true | ShapeError | bias has 3
+lowrank_shared m=8 k=16 pairs=4:32 pairs=4:32 activation=silu,sillu | UnknownNameError | mean 'silu'
+lowrank_shared m=8 k=16 pairs=4:32 pairs=4:32 out_layout=row,rows | UnknownNameError | mean 'row'
 gated_mlp_up m=20 k=300 n=200 r=60 residual | SpecError | drop residual
 linear m=20 k=512 n=200,200 rank=30 residual | SpecError | drop residual
 linear_mlp m=20 k=512 n=512 no_down rank=0 residual | SpecError | drop residual
