@@ -269,9 +269,9 @@ def test_whole_experts_of_mixtral_fit(m):
 
 def test_schedules_that_are_refused():
     for spec, schedule, words in (
-        (SMALL, in_blocks(32, 1), "more than 32 tokens"),
-        (MANY, in_blocks(48, 1), "pass tokens as one of"),
-        (MANY, ways(SMALL)["distinct", 1], "more than 128 tokens have 'blocks'"),
+        (SMALL, in_blocks(32, 1), r"one of \[.distinct.\]"),
+        (MANY, in_blocks(48, 1), "tokens as one of"),
+        (MANY, ways(SMALL)["distinct", 1], r"one of \[.blocks.\]"),
         (dataclasses.replace(MANY, m=1 << 16, groups=2), in_blocks(32, 1), "split the tokens"),
     ):
         with pytest.raises((CapacityError, SpecError), match=words):

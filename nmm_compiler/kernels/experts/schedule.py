@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from nmm_compiler.errors import CapacityError, SpecError
-from nmm_compiler.kernels.base import GROUPS, WEIGHTS, Family, Schedule, check_name
+from nmm_compiler.kernels.base import GROUPS, WEIGHTS, Family, Schedule
 from nmm_compiler.kernels.experts.spec import FEW, TOKENS, ExpertsSpec
 from nmm_compiler.kernels.linear.layer import OPS, Weight
 from nmm_compiler.kernels.linear.schedule import (
@@ -34,7 +34,6 @@ _FIELDS = {
     "down": "down", "down_u": "down_u", "down_v": "down_v",
 }  # fmt: skip
 """The fields of a plan that are weights, and the operands that they are of."""
-WAYS = ("picks", "distinct", "blocks")
 AT_ONCE = (1, 2, 4, 8)
 BLOCKS = (32, 64, 128, 256, 512)
 
@@ -254,18 +253,15 @@ class ExpertsSchedule(Schedule):
     def check(self, spec: ExpertsSpec, target: Target) -> None:
         """Raise CapacityError or SpecError, with numbers, unless legal for spec and target."""
         part = spec.share(self.split)
-        check_name("way", self.way, WAYS)
-        of_one = ("picks", "distinct")[: 1 if self.split else 2]  # two cores have half of the picks
-        if self.way not in (of_one if spec.m == 1 else WAYS[1:]) or self.at_once not in AT_ONCE:
+        ways = ["distinct"] * (spec.m <= TOKENS) + ["blocks"] * (spec.m > FEW)
+        if spec.m == 1:  # two cores have half of the picks
+            ways = ["picks"] if self.split else ["picks", "distinct"]
+        in_blocks = self.tokens in BLOCKS if self.way == "blocks" else not self.tokens
+        if self.way not in ways or self.at_once not in AT_ONCE or not in_blocks:
             raise SpecError(
-                f"schedule: way {self.way!r}, {self.at_once} at once, for {spec.m} tokens; one "
-                "token has 'picks' or 'distinct' groups, several 'distinct' ones or 'blocks', "
-                "1, 2, 4 or 8 at once"
-            )
-        if self.way != "blocks" and (self.tokens or spec.m > TOKENS):
-            raise SpecError(
-                f"schedule: way {self.way!r}, blocks of {self.tokens}, for {spec.m} tokens; more "
-                f"than {TOKENS} tokens have 'blocks', and no other way has tokens of a block"
+                f"schedule: way {self.way!r}, {self.at_once} at once, blocks of {self.tokens}, for "
+                f"{spec.m} tokens; pass way as one of {ways}, {AT_ONCE} at once, and tokens as one "
+                f"of {BLOCKS} with 'blocks'"
             )
         if self.way == "blocks":
             self._check_blocks(part, target)
@@ -285,12 +281,7 @@ class ExpertsSchedule(Schedule):
         self.check_sbuf(spec.short(), part, target, f"lower block from {self.block}")
 
     def _check_blocks(self, spec: ExpertsSpec, target: Target) -> None:
-        """Raise CapacityError or SpecError unless the lists of all blocks fit into PSUM."""
-        if self.tokens not in BLOCKS or spec.m <= FEW:
-            raise SpecError(
-                f"schedule: blocks of {self.tokens} for {spec.m} tokens; pass tokens as one of "
-                f"{BLOCKS}, for more than {FEW} tokens"
-            )
+        """Raise CapacityError unless the lists of all blocks fit into PSUM."""
         banks = tiles(self.tokens, 128) * tiles(self.most_blocks(spec), 512)
         if banks > target.psum_banks - 2:
             raise CapacityError(
