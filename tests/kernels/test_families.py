@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from judge import prove_right, several, within
+from judge import first_kernel, prove_right, several, within
 from specs import SPECS
 
 from nmm_compiler.codegen.build import build_kernel
@@ -55,7 +55,7 @@ def check_any_schedule(family, data):
 
 @pytest.mark.parametrize("family", list(FAMILIES))
 @given(data=st.data())
-@settings(max_examples=4, deadline=None, suppress_health_check=_SLOW)
+@settings(max_examples=3, deadline=None, suppress_health_check=_SLOW)
 def test_emitted_source_equals_float64(family, data):
     check_any_schedule(family, data)
 
@@ -212,7 +212,7 @@ def test_an_x_of_sixteen_bits_equals_float64(family, x_dtype, target):
     assert spec.inputs()[0].dtype == x_dtype
     assert "x_scale" not in {tensor.name for tensor in spec.inputs()}
     assert {tensor.dtype for tensor in spec.outputs()} == {x_dtype}
-    kernel = build_kernel(spec, target)
+    kernel = first_kernel(spec, target)
     prove_right(kernel)
     assert passes(kernel)[0] == 0
 
