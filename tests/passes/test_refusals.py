@@ -54,12 +54,18 @@ def test_break_even_is_no_gain(function, size, rank, kinds, codes):
     assert codes in (None, codes_of(result))
 
 
-def test_one_dtype_for_all_operands():
+def test_a_factor_of_fewer_bits_is_widened_and_products_compute_in_one_dtype():
     model = Model(lambda p, x: x @ p.a * p.s @ p.b, a=(32, 4), s=(4,), b=(4, 32))
     model.s.data = model.s.data.bfloat16()
-    result = trace_and_run(model, torch.randn(6, 32))
+    x = torch.randn(6, 32)
+    result = trace_and_run(model, x)
+    assert kinds_of(result) == ["lowrank"]
+    torch.testing.assert_close(result.graph_module(x), model(x), rtol=1e-5, atol=1e-6)
+    model = Model(lambda p, x: (x @ p.a * p.s) @ p.b, a=(32, 4), s=(4,), b=(4, 32))
+    model.a.data = model.a.data.bfloat16()
+    result = trace_and_run(model, x.bfloat16())
     assert not result.matches
-    assert codes_of(result) == ["dtype"]
+    assert codes_of(result) == ["between"]
 
 
 def test_an_epilogue_that_promotes_stays_outside():

@@ -306,7 +306,8 @@ def affine(c: Canonical, key: Key, form: Form) -> tuple[Key, list[Step]] | None:
     return None
 
 
-_STEPS_BETWEEN = 4
+# A refused step is told if a low-rank product is among so many nodes before it.
+_NEAR = 16
 
 
 @dataclass(frozen=True)
@@ -485,29 +486,17 @@ def _given(factor: Key) -> Refusal:
 
 
 def _worth_telling(c: Canonical, walk: Walk, second: Stage, why: Refusal) -> Refusal | None:
-    """Return the refusal if only refused steps lie between two products that are low-rank.
-
-    Behind a residual sum, a rotary embedding or an attention stand other layers of the model.
-    """
-    if isinstance(walk.key, Virtual):
-        return None
-    operands = _behind(c, walk.key)
-    for _ in range(_STEPS_BETWEEN):
-        walked = [trace_back(c, key) for key in operands]
-        if any(isinstance(form, Product) and is_low(c, form, second) for _, form in walked):
+    """Return the refusal if only a few other steps lie between two products that are low-rank."""
+    near = [] if isinstance(walk.key, Virtual) else [walk.key]
+    for node in near:
+        made = [c.forms.get(key) for key in (*c.virtuals.get(node, ()), node)]
+        products = [form for form in made if isinstance(form, Product)]
+        dense = [one for one in products if c.is_weight(one.lhs) or c.is_weight(one.rhs)]
+        if any(is_low(c, form, second) for form in dense):
             return why
-        ends = [seen.key for seen, form in walked if isinstance(form, Refusal)]
-        steps = [_behind(c, end) for end in ends if not isinstance(end, Virtual)]
-        operands = [key for step in steps if len(step) == 1 for key in step]
+        if not dense and len(near) < _NEAR:
+            near += [one for one in node.all_input_nodes if one not in near]
     return None
-
-
-def _behind(c: Canonical, key: Key) -> list[Key]:
-    """Return the activations that a step computes from, through getitems of several results."""
-    found = operands(c.forms[key])
-    parts = [k for k in found if isinstance(k, fx.Node) and k in c.views and c.shape(k) is None]
-    found += [source for part in parts for source in part.all_input_nodes]  # split, chunk
-    return [k for k in found if k in c.views and c.shape(k) is not None and not c.is_weight(k)]
 
 
 def is_low(c: Canonical, form: Product, second: Stage) -> bool:
@@ -616,7 +605,7 @@ def read_with_function(
     second = read_stage(c, key, form, weight_is_rhs)
     if not _has_kernel(function) or isinstance(second, Refusal):
         return None
-    if isinstance(function, Norm) and not _is_over_rank(c, walk, second, function):
+    if isinstance(function, Norm) and axes_over(second, walk.dims)[0] != c.whole(walk.key)[-1]:
         return None
     inside = walk.to(c, operands(function)[0])
     if inside is None:
@@ -645,16 +634,6 @@ def _has_kernel(function: Activation | Norm | DeviceSum) -> bool:
         plain = function.kind == "rms" and function.bias is None and not function.offset
         return plain and function.weight is not None and function.eps is not None
     return isinstance(function, DeviceSum) or function.name in ACTIVATIONS
-
-
-def _is_over_rank(c: Canonical, walk: Walk, second: Stage, norm: Norm) -> bool:
-    """Return whether a norm's last axis is what the second product contracts, all of it."""
-    shape = c.shape(walk.key)
-    if not shape or shape[-1] != second.weight.k or c.shape(norm.value) != shape:
-        return False
-    base, dims = c.base(norm.value)
-    over_last = axes_over(second, walk.dims)[0] == views.identity(shape)[-1]
-    return over_last and bool(dims) and dims[-1] in c.whole(base)
 
 
 def _over_devices(c: Canonical, chain: Chain) -> Chain | None:

@@ -30,7 +30,6 @@ from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import (
     PLAIN,
     Canonical,
-    Cast,
     Form,
     Key,
     Leaf,
@@ -142,24 +141,14 @@ def refuse(
             f"dtype {dtype_name(wanted)} has no kernel",
             final,
         )
-    forms = [(key, c.forms.get(key)) for n in nodes for key in (*c.virtuals.get(n, ()), n)]
-    products = [(key, form) for key, form in forms if isinstance(form, Product)]
-    mixed = [key for key, _ in products if c.dtype(key) != wanted]
-    # Steps between two products may compute in a wider dtype, and autocast lets products read
-    # operands of other dtypes. The nodes are in one region, so one product shows it for all.
-    read = [{c.dtype(key) for key in (own, form.lhs, form.rhs)} for own, form in products]
-    casts = any(isinstance(form, Cast) for _, form in forms)
-    casts = casts or any(len(dtypes) > 1 and dtypes <= {*DTYPES} for dtypes in read)
-    for key in [*mixed, *keys, *nodes]:
-        value = c.tensor(key)
-        if value is not None and value.dtype != wanted:
-            if casts and not mixed and value.dtype in DTYPES:
-                continue
-            return Refusal(
-                "dtype",
-                f"dtypes differ: {dtype_name(value.dtype)} and {dtype_name(wanted)}",
-                owner_of(key),
-            )
+    # Steps compute in float32 inside of a kernel, and it casts what it reads; products, which
+    # read and round what they read, have to compute in its dtype.
+    made = [key for n in nodes for key in (*c.virtuals.get(n, ()), n)]
+    for key in [key for key in made if isinstance(c.forms.get(key), Product)] + keys:
+        dtype = c.dtype(key)
+        if dtype not in (DTYPES if key in keys else (wanted,)):
+            names = f"{dtype_name(dtype)} and {dtype_name(wanted)}"
+            return Refusal("dtype", f"dtypes differ: {names}", owner_of(key))
     return None
 
 
@@ -183,7 +172,7 @@ def unsafe(
     return (
         crossed(c, covered, final, keys, allowed)
         or _used_elsewhere(c, covered - {final, *also_final}, covered.union(redirected))
-        or _unfit_operand(c, covered, final, keys)
+        or _unfit_operand(c, covered, keys)
     )
 
 
@@ -193,36 +182,22 @@ def _used_elsewhere(c: Canonical, inner: set[fx.Node], users: set[fx.Node]) -> R
         for user in real_users(node):
             if user in users or c.is_weight(node):
                 continue
-            if user in c.effects.writers:
-                return Refusal(
-                    "mutation",
-                    f"an inner value is written in place by {user.name}",
-                    node,
-                )
             what = "is returned" if user.op == "output" else f"is also used by {user.name}"
             return Refusal("other_user", f"an inner value {what}", node)
     return None
 
 
-def _unfit_operand(
-    c: Canonical, covered: set[fx.Node], final: fx.Node, keys: list[Key]
-) -> Refusal | None:
+def _unfit_operand(c: Canonical, covered: set[fx.Node], keys: list[Key]) -> Refusal | None:
     """Return an operand or a value of a tensor subclass, or on another device than the others."""
     device = None
-    distributed = {is_distributed(c.tensor(key)) for key in keys}
-    if len(distributed) > 1:
-        return Refusal(
-            "device",
-            "some operands are cut over devices (DTensor) and some are plain tensors",
-            final,
-        )
+    distributed = all(is_distributed(c.tensor(key)) for key in keys)
     for key in [*keys, *covered]:
         value, leaf = c.tensor(key), owner_of(c.base(key)[0]) if key in c.views else None
         if leaf in c.quantized and c.is_weight(key):
             continue  # the call reads the weight dequantized
         odd = value is not None and (type(value) not in PLAIN or value.layout != torch.strided)
         kind = c.subclasses.get(leaf, type(value).__name__ if odd else "")  # type: ignore[arg-type]
-        if kind and not (distributed == {True} and kind == "DTensor"):
+        if kind and not (distributed and kind == "DTensor"):
             return Refusal("device", f"operand is a tensor subclass, {kind}", owner_of(key))
         if value is None:
             continue

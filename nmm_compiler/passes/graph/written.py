@@ -18,7 +18,7 @@ from torch import fx
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import Canonical, Leaf
 from nmm_compiler.passes.graph.effects import ANYTHING
-from nmm_compiler.passes.graph.torch_names import target_name
+from nmm_compiler.passes.graph.torch_names import is_inplace_name, target_name
 
 _BUFFERS = ("zeros", "zeros_like", "new_zeros", "empty", "empty_like", "new_empty")
 
@@ -29,12 +29,14 @@ def follow_writes(c: Canonical) -> bool:
     position, changed = c.effects.position, False
     for node in sorted(c.effects.writers, key=position.__getitem__):
         target: Any = node.args[0] if node.args else None
-        puts = target_name(node) == "setitem_"
+        name = target_name(node) or "::"
+        puts = name == "setitem_"
         made: Any = node.args[2] if puts else node
         tensors = all(
             isinstance(one, fx.Node) and c.tensor(one) is not None for one in (target, made)
         )
-        if not tensors or isinstance(c.form(target), Leaf):
+        own = is_inplace_name(name) and "::" not in name  # another one may change gradients
+        if not own or not tensors or isinstance(c.form(target), Leaf):
             continue
         if _memory(c, target) != _memory(c, made) and not (puts and _fills(c, node)):
             continue

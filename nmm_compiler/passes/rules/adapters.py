@@ -60,12 +60,10 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class _Branch:
-    """One adapter of a batch: its rows of the batch, both factors [out, in], and what scales it."""
+    """One adapter of a batch: its rows of the batch, its chain, and the nodes that compute it."""
 
     rows: tuple[int, ...]
-    a: Any
-    b: Any
-    scale: float
+    chain: Chain
     nodes: set[fx.Node]
 
 
@@ -131,7 +129,7 @@ class Adapters(KernelRule):
         if len(rows) != len(set(rows)) or not all(0 <= row < size for row in rows):
             text = f"rows {rows} of a batch of {size} are not written once each"
             return Refusal("shape", text, node)
-        factors = [factor for one in branches for factor in (one.a, one.b)]
+        factors = [factor.key for one in branches for factor in one.chain.factors]
         call = _Call(node, factors, [], functools.partial(_stacked, branches))
         inner = {node, *(n for branch in branches for n in branch.nodes)}
         last = max(inner, key=graph.effects.position.__getitem__)
@@ -193,12 +191,11 @@ def _stacked(branches: Sequence[_Branch], editor: Editor, x: Any) -> dict[str, A
     numbers = {row: i for i, branch in enumerate(branches) for row in branch.rows}
     rows = [numbers.get(row, -1) for row in range(int(value.shape[0]))]
     index = _of_tokens(editor, _constant(editor, rows, torch.int32, value), x)
-    gains = _constant(editor, [one.scale for one in branches], torch.float32, value)
-    pairs = [(editor.node(one.a), editor.node(one.b)) for one in branches]
-    ranks = [editor.shape(first)[0] for first, _ in pairs]
+    gains = _constant(editor, [_number(one.chain) for one in branches], torch.float32, value)
     firsts, seconds = [], []
-    for rank, (first, second) in zip(ranks, pairs, strict=True):
-        more = max(ranks) - rank
+    for chain in (one.chain for one in branches):
+        first, second = (editor.node(factor.key) for factor in chain.factors)
+        more = max(one.chain.r for one in branches) - chain.r
         if more:
             first = editor.call(aten.constant_pad_nd.default, first, [0, 0, 0, more])
             second = editor.call(aten.constant_pad_nd.default, second, [0, more])
@@ -209,7 +206,7 @@ def _stacked(branches: Sequence[_Branch], editor: Editor, x: Any) -> dict[str, A
 
 
 def _flat(
-    chain: Chain, stacks: Sequence[Any], index: Any, scale: float, editor: Editor, x: Any
+    chain: Chain, stacks: Sequence[Any], index: Any, editor: Editor, x: Any
 ) -> dict[str, Any]:
     """Emit the adapter of each token, the factors of all adapters, [r, k] and [r, n] of each, and
     their gains."""
@@ -222,9 +219,9 @@ def _flat(
         flat.append(editor.reshape(one, (groups * chain.u.n, editor.shape(one)[2])))
     index = counted_from_end(editor, editor.node(index), groups)
     if len(stacks) > 2:
-        gains = times(editor, editor.node(stacks[2]), scale)
+        gains = times(editor, editor.node(stacks[2]), _number(chain))
     else:
-        gains = _constant(editor, [scale] * groups, torch.float32, editor.value(x))
+        gains = _constant(editor, [_number(chain)] * groups, torch.float32, editor.value(x))
     return {"index": _of_tokens(editor, index, x), "u": flat[0], "v": flat[1], "gains": gains}
 
 
@@ -235,8 +232,12 @@ def _writes_rows(user: Any) -> bool:
 
 def _branch(graph: Canonical, base: Any, x: Any, write: Any) -> _Branch | None:
     """Return base[rows] += linear(linear(x[rows], a), b) * scale, as one write ends it."""
-    target, rows, added, own = _added_in_place(write)
-    if target is not base or not all(isinstance(row, int) for row in rows):
+    target, rows, total = write.args[:3]
+    if name_of(total) not in ("add", "add_") or total.kwargs or target is not base:
+        return None
+    before, added = total.args
+    read = name_of(before) == "getitem" and tuple(before.args) == (base, rows)
+    if not read or not all(isinstance(row, int) for row in rows):
         return None
     chain = read_projection(graph, graph.uncast(added)) if isinstance(added, fx.Node) else None
     if chain is None or chain.second is None or chain.u.layout != "col" or chain.v.layout != "col":
@@ -244,24 +245,17 @@ def _branch(graph: Canonical, base: Any, x: Any, write: Any) -> _Branch | None:
     part: Any = graph.uncast(chain.first.x)
     of_x, of_y = chain.first.x_dims, chain.out_dims
     straight = of_x[:-1] == of_y[:-1] and is_whole_feature(of_x[-1], chain.u.k)
-    straight = straight and is_whole_feature(of_y[-1], chain.n) and not chain.middle
-    scaled = all(step.kind == "scale" and step.key is None for step in chain.after)
-    if not (straight and scaled and name_of(part) == "getitem") or tuple(part.args) != (x, rows):
+    straight = straight and is_whole_feature(of_y[-1], chain.n) and name_of(part) == "getitem"
+    if not straight or not _number(chain) or tuple(part.args) != (x, rows):
         return None
-    nodes = {*own, part, *covered(graph, added, [part, *chain.weights])}
-    scale = math.prod(step.number for step in chain.after)
-    return _Branch(tuple(rows), chain.u.key, chain.v.key, scale, nodes)
+    nodes = {write, total, before, part, *covered(graph, added, [part, *chain.weights])}
+    return _Branch(tuple(rows), chain, nodes)
 
 
-def _added_in_place(write: Any) -> tuple[Any, Any, Any, list[fx.Node]]:
-    """Return base, place, branch and the nodes of base[place] += branch, as one write ends it;
-    None for the base of another write."""
-    base, place, total = write.args[:3]
-    if name_of(total) in ("add", "add_") and not total.kwargs:
-        before, more = total.args[:2]
-        if name_of(before) == "getitem" and tuple(before.args) == (base, place):
-            return base, place, more, [write, total, before]
-    return None, (), None, []
+def _number(chain: Chain) -> float:
+    """Return the number that multiplies a chain, 0 where something else stands around it."""
+    plain = all(step.kind == "scale" and step.key is None for step in chain.steps)
+    return math.prod(step.number for step in chain.steps) if plain else 0.0
 
 
 def _gathered(graph: Canonical, base: Any, more: Key) -> _Call | None:
@@ -280,12 +274,9 @@ def _gathered(graph: Canonical, base: Any, more: Key) -> _Call | None:
         return None
     if any(other is not index for other in others) or not _counts(graph.dtype(index)):
         return None
-    if any(step.kind != "scale" or step.key is not None for step in chain.steps):
+    if not _number(chain) or not same_tokens(graph, own, own.out_dims, chain.first, chain.out_dims):
         return None
-    if not same_tokens(graph, own, own.out_dims, chain.first, chain.out_dims):
-        return None
-    scale = math.prod(step.number for step in chain.steps)
-    operands = functools.partial(_flat, chain, stacks, index, scale)
+    operands = functools.partial(_flat, chain, stacks, index)
     return _Call(base, [*stacks[:2]], [index, *stacks[2:]], operands)
 
 

@@ -28,7 +28,7 @@ import torch
 from torch import fx
 
 from nmm_compiler.errors import NmmError
-from nmm_compiler.passes.chains.safety import Refusal, refuse
+from nmm_compiler.passes.chains.safety import Refusal, operands, refuse
 from nmm_compiler.passes.emit.calls import Lowering
 from nmm_compiler.passes.emit.editor import Editor, aten
 from nmm_compiler.passes.graph.canonical import (
@@ -44,6 +44,7 @@ from nmm_compiler.passes.graph.canonical import (
     Product,
     Scale,
     Softmax,
+    describe,
 )
 from nmm_compiler.passes.graph.capture import collect_values
 from nmm_compiler.passes.graph.effects import fetch_attribute, upstream
@@ -79,17 +80,15 @@ class Attention(Rule):
         node, given = candidate
         if isinstance(given, Refusal):
             return given
-        q, k, v = operands = tuple(given.get(name) for name in _ARGUMENTS[:3])
-        if any(graph.tensor(operand) is None for operand in operands):
-            return None
-        shape, keys, values = (graph.sizes(operand) for operand in operands)
+        q, k, v = read = tuple(given.get(name) for name in _ARGUMENTS[:3])
+        shape, keys, values = (graph.sizes(operand) for operand in read)
         why = _unlike(node, given, shape, keys, values)
         if why is not None:
             return why
         seen: tuple[bool, int] | Refusal = bool(given.get("is_causal", False)), 0
         mask = given.get("attn_mask")
         if mask is not None:
-            seen = _read_mask(graph, node, mask, (shape[2], keys[2]))
+            seen = _read_mask(graph, mask, (shape[2], keys[2]))
         if isinstance(seen, Refusal):
             return seen
         shared = _before_repeat(graph, k), _before_repeat(graph, v)
@@ -128,9 +127,9 @@ def _named(editor: Editor, call: dict[str, Any]) -> dict[str, Any]:
         tokens, d = editor.shape(node)[2:]
         half = editor.call(aten.slice.Tensor, node, 3, 0, d // 2)
         halves.append(editor.reshape(half, (tokens, d // 2)))
-    operands: dict[str, Any] = {name: editor.node(call[name]) for name in "qkv"}
-    operands["rope"] = editor.call(aten.stack.default, halves) if halves else None
-    return call | operands
+    given: dict[str, Any] = {name: editor.node(call[name]) for name in "qkv"}
+    given["rope"] = editor.call(aten.stack.default, halves) if halves else None
+    return call | given
 
 
 def _unlike(node: fx.Node, given: dict[str, Any], q: Any, k: Any, v: Any) -> Refusal | None:
@@ -163,9 +162,6 @@ def _spelled_out(c: Canonical, node: fx.Node) -> dict[str, Any] | Refusal | None
         return None
     weights = c.uncast(form.lhs)
     soft: Any = c.forms[weights]
-    drops = isinstance(soft, Opaque) and soft.name == "dropout"
-    if drops and isinstance(c.forms[c.uncast(soft.inputs[0])], Softmax):
-        return Refusal("training", "dropout of the weights is on", weights)
     if not isinstance(soft, Softmax):
         return None
     scores = c.uncast(soft.inputs[0])
@@ -234,14 +230,12 @@ def _orders(c: Canonical, key: Key, kind: type[Add] | type[Scale]) -> tuple[tupl
 
 
 def _read_mask(
-    graph: Canonical, call: fx.Node, mask: Any, sizes: tuple[int, int]
+    graph: Canonical, mask: fx.Node, sizes: tuple[int, int]
 ) -> tuple[bool, int] | Refusal:
     """Return (causal, window): which of `context` keys the last m queries see.
 
     sizes: m and context.
     """
-    if not isinstance(mask, fx.Node):
-        return Refusal("no_kernel", "the mask is no value of the graph", call)
     found = constant_value(graph, mask)
     if isinstance(found, fx.Node):
         reason = f"the mask is a tensor of unknown values, because of {found.name}"
@@ -327,33 +321,26 @@ def _are_angles(c: Canonical, key: Key, x: Key) -> bool:
 def _halves_are_equal(c: Canonical, key: Key) -> bool:
     """Return whether a value is a function of cat((f, f), -1), element by element."""
     base, dims = c.base(key)
-    last = c.whole(base)[-1:]
-    if not last or dims[-1:] != last:
+    if dims[-1:] != c.whole(base)[-1:]:
         return False
     form = c.forms[base]
     if isinstance(form, Concatenation):
         whole = form.axis == len(c.sizes(base)) - 1
         return whole and len(form.inputs) == 2 and form.inputs[0] is form.inputs[1]
-    if isinstance(form, Cast) or (isinstance(form, Scale) and isinstance(form.factor, float)):
-        return _halves_are_equal(c, form.value)
-    if isinstance(form, Opaque) and form.name in ("cos", "sin"):
-        return _halves_are_equal(c, form.inputs[0])
+    plain = isinstance(form, (Cast, Scale)) or describe(form) in ("cos", "sin")
+    values = operands(form) if plain else []
+    if len(values) == 1:
+        return _halves_are_equal(c, values[0])
     region = _region_of(c, base)
     return region is not None and _halves_are_equal(*region)
 
 
-def _region_of(c: Canonical, node: Key) -> tuple[Canonical, Key] | None:
+def _region_of(c: Canonical, node: Any) -> tuple[Canonical, Key] | None:
     """Return the graph and the value in it that a node takes out of a call, as under no_grad."""
-    if not isinstance(node, fx.Node) or target_name(node) != "getitem":
+    taken = isinstance(node, fx.Node) and target_name(node) == "getitem"
+    call: Any = node.args[0] if taken else None
+    if not str(getattr(call, "target", "")).startswith("wrap_with_set_grad"):
         return None
-    call, place = node.args
-    if not isinstance(call, fx.Node) or not str(call.target).startswith("wrap_with_set_grad"):
-        return None
-    body = fetch_attribute(c.module, str(getattr(call.args[1], "target", "")))
-    if not isinstance(body, fx.GraphModule) or not isinstance(place, int):
-        return None
-    results: Any = body.graph.output_node().args[0]
-    found = results[place] if isinstance(results, (list, tuple)) else results
-    if not isinstance(found, fx.Node):
-        return None
-    return read_graph(body, collect_values(body, None)), found
+    body = fetch_attribute(c.module, str(call.args[1].target))
+    results = body.graph.output_node().args[0]
+    return read_graph(body, collect_values(body, None)), results[node.args[1]]

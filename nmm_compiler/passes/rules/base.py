@@ -138,9 +138,10 @@ class Match:
 class Rule:
     """A rewrite rule: pattern, check, rewrite.
 
-    pattern(graph, node) proposes candidates that end at a node, cheaply. check(graph, candidate)
-    returns a Match, or a Refusal, which becomes a Declined. rewrite(graph, match, editor) adds
-    nodes through the editor and returns the node that takes the place of match.node.
+    pattern(graph, node) proposes candidates that end at a node, cheaply: itself by default.
+    check(graph, candidate) returns a Match, or a Refusal, which becomes a Declined. rewrite(graph,
+    match, editor) adds nodes through the editor and returns the node that takes the place of
+    match.node.
     A rule is stateless: check passes its findings in `Match.data`. ends_at: the canonical forms
     that its matches end at. It is asked only at nodes with one of them; at every node if None.
     """
@@ -156,7 +157,7 @@ class Rule:
 
     def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
         """Yield candidates that end at `node`."""
-        raise NotImplementedError
+        yield node
 
     def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
         """Return the match, or a refusal that says why there is none, or None without a reason."""

@@ -54,7 +54,6 @@ from nmm_compiler.passes.rules.base import KernelRule, Match
 aten = torch.ops.aten
 GROUPED = frozenset({"grouped_mm", "_grouped_mm", "transformers::grouped_mm_fallback"})
 RESHAPES = frozenset({"view", "reshape", "flatten"})
-_PRODUCTS = (*GROUPED, "bmm")
 _ONE_NAME = {
     **dict.fromkeys(GROUPED, "grouped_mm"), **dict.fromkeys(RESHAPES, "reshape"),
     **{f"{name}_": name for name in ("add", "clamp", "masked_fill")},
@@ -62,6 +61,7 @@ _ONE_NAME = {
 }  # fmt: skip
 """The names of operations that a form has in one spelling; what reads a value behind a write in
 place reads its result."""
+_OWN = "nmm::experts"
 _OF_DIMS = ("unsqueeze", "squeeze", "transpose")
 _FULL = ("full", "full_like")
 
@@ -189,9 +189,17 @@ def _agrees(graph: Canonical, own: Any, value: Any, found: dict[Any, Any]) -> bo
         pairs = zip(own.args, writes[0].args, strict=True)
         return all(_agrees(graph, *pair, found) for pair in pairs)
     if own.target == "function":
-        between, h = _region(value)
-        found["function"] = between, h, value
-        return _agrees(graph, own.args[0], h, found)
+        between, ends = [value], set[fx.Node]()
+        for one in (n for node in between for n in node.all_input_nodes):
+            tried = dict(found)
+            if name_of(one) not in _CASTS and _agrees(graph, own.args[0], one, tried):
+                ends.add(one)
+                found |= tried
+            elif one not in between:
+                between.append(one)
+                _require(len(between) <= 40)
+        found["function"] = between, *ends, value
+        return len(ends) == 1
     (name, mine), (other, theirs) = _said(None, own), _said(graph, value)
     if name != other or len(mine) != len(theirs):
         return False
@@ -249,7 +257,7 @@ class Experts(KernelRule):
         """Propose sums over the picks of tokens or over experts, and beginnings of loops."""
         summed = name_of(node) == "sum" and not set(node.kwargs) - {"dim"} and len(node.args) <= 2
         summed = summed and _given(node, 1, "dim") in (0, [0], (0,), 1, [1], (1,))
-        if summed or _begins_loop(node) or _is_own(node):
+        if summed or _begins_loop(node) or name_of(node) == _OWN:
             yield node
 
     def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
@@ -289,14 +297,14 @@ class Experts(KernelRule):
         info = {"chains": 0}  # its products are dense
         match = Match(self.name, node, frozenset(inner), data=mixture, info=info)
         priced = self.of_spec(graph, match, spec)
-        return match if _is_own(node) and "predicted" in match.info else priced
+        return match if name_of(node) == _OWN and "predicted" in match.info else priced
 
     def _read(self, graph: Canonical, node: Any) -> _Mixture | Refusal:
         """Return the mixture that ends at a node; NotExpertsError where there is none.
 
         A call that the model makes itself is one, whatever its weights are stored as.
         """
-        if _is_own(node):
+        if name_of(node) == _OWN:
             return _Mixture(EXPERTS.bound(node.args, node.kwargs))
         by_pick = _given(node, 1, "dim") in (1, [1], (1,))
         mixture, found = _of_picks(graph, node) if by_pick else _of_all(graph, node)
@@ -334,17 +342,13 @@ class Experts(KernelRule):
             index = editor.call(aten.clamp.default, index, 0)
             elsewhere = editor.call(aten.ge.Scalar, index, groups)
             index = editor.call(aten.masked_fill.Scalar, index, elsewhere, -1)
-        elif not (_is_own(old) or _is_top_k(index)):
+        elif not (name_of(old) == _OWN or _is_top_k(index)):
             index = counted_from_end(editor, index, groups)
         given = mixture.given | {"x": x, "index": index, "gates": gates}
         new = editor.kernel(EXPERTS.name, given, values[x].new_empty(values[x].shape))
         if mixture.scaled:
             new = editor.call(aten.sum.dim_IntList, editor.reshape(new, editor.shape(row)), [1])
-        new = editor.reshape(new, editor.shape(old))
-        wanted = values[old].dtype
-        if values[new].dtype != wanted:
-            new = editor.call(aten._to_copy.default, new, dtype=wanted)
-        return editor.like(new, old)
+        return editor.operand(editor.reshape(new, editor.shape(old)))
 
 
 def counted_from_end(editor: Editor, index: Any, groups: Any) -> fx.Node:
@@ -357,11 +361,6 @@ def counted_from_end(editor: Editor, index: Any, groups: Any) -> fx.Node:
 def _is_top_k(index: Any) -> bool:
     """Return whether an index is that of `topk`, which is never negative."""
     return name_of(index) == "getitem" and name_of(index.args[0]) == "topk"
-
-
-def _is_own(node: Any) -> bool:
-    """Return whether a node is a call of `nmm.experts`."""
-    return str(getattr(node.target, "overloadpacket", node.target)) == "nmm.experts"
 
 
 def _begins_loop(node: Any) -> bool:
@@ -462,53 +461,21 @@ def _behind(node: Any, names: Any) -> Any:
     return node
 
 
-def _region(last: fx.Node) -> tuple[list[fx.Node], fx.Node]:
-    """Return the nodes of the function that ends at `last`, and the one value that it reads."""
-    found = [last]
-    ends: set[fx.Node] = set()
-    for current in found:
-        for n in current.all_input_nodes:
-            if _ends_product(n):
-                ends.add(n)
-            elif n not in found:
-                found.append(n)
-    _require(len(ends) == 1 and len(found) <= 40)
-    return found, ends.pop()
-
-
-def _ends_product(node: Any) -> bool:
-    """Return whether a node is a product, with its bias and its mask where it has them."""
-    name = name_of(node)
-    if name in (*_PRODUCTS, "squeeze", "add_"):
-        return True
-    if name == "masked_fill":
-        return _ends_product(node.args[0])
-    pair = node.all_input_nodes if name == "add" else []
-    return len(pair) == 2 and any(name_of(n) in (*_PRODUCTS, "squeeze") for n in pair)
-
-
 def _function(
     graph: Canonical, nodes: list[Any], start: fx.Node, last: fx.Node
 ) -> dict[str, Any] | None:
     """Return how ExpertsSpec says what some nodes compute of `start`, found by its values.
 
-    The nodes are operations of elements that write nothing and that nothing writes to; values are
-    in float64, on both sides of every number in the nodes. A cast that keeps the dtype of `start`,
-    or widens it, is none.
+    The nodes are operations of elements that write nothing; values are in float64, on both sides of
+    every number in the nodes. A cast that keeps the dtype of `start`, or widens it, is none.
     """
-    width = (graph.shape(start) or (0,))[-1]
-    if not isinstance(width, int) or width < 2:
-        return None
     kept = (graph.dtype(start), torch.float32)
     for node in nodes:
         name = name_of(node)
-        if name not in _OF_ELEMENTS and not (name in _CASTS and graph.dtype(node) in kept):
+        known = name in _OF_ELEMENTS or (name in _CASTS and graph.dtype(node) in kept)
+        if not known or node in graph.effects.writers:
             return None
-        if any(one in graph.effects.writers for one in (node, *node.users)):
-            return None
-    if any(one in graph.effects.writers and one.args[0] is start for one in nodes):
-        return None
-    sample = _samples(nodes, width)
+    sample = _samples(nodes, graph.sizes(start)[-1])
     run = fx.Interpreter(graph.module, garbage_collect_values=False)
     run.env = {start: sample}
     try:
@@ -529,7 +496,7 @@ def _numbers(nodes: list[Any]) -> set[float]:
     return {abs(float(value)) for value in numbers if value and not isinstance(value, bool)}
 
 
-def _samples(nodes: list[Any], width: int) -> torch.Tensor:
+def _samples(nodes: list[Any], width: Any) -> torch.Tensor:
     """Return rows whose elements are any of some numbers: small, large, beside those of nodes."""
     points = {0.0, *torch.linspace(-12, 12, 49).tolist(), 50.0, -50.0, 1000.0, -1000.0}
     for number in _numbers(nodes):

@@ -16,8 +16,6 @@ weight whose numbers may lie beyond 240, where NKI's float8_e4m3 ends, is refuse
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any
 
 from torch import fx
 
@@ -40,7 +38,6 @@ from nmm_compiler.passes.graph.canonical import (
     Product,
 )
 from nmm_compiler.passes.rules.base import KernelRule, Match
-from nmm_compiler.passes.rules.lowrank import products_at
 
 _SCALED_MM = "aten::_scaled_mm"
 
@@ -56,11 +53,6 @@ class Quantized(KernelRule):
 
     name = "quantized"
     ends_at: tuple[type, ...] = (Product,)
-
-    def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
-        """Propose every node that computes a product, with its bias where it adds one."""
-        if any(True for _ in products_at(graph, node)):
-            yield node
 
     def check(self, graph: Canonical, candidate: fx.Node) -> Match | Refusal | None:
         """Read the product, and check that its weight is of few bits and a kernel reads it."""

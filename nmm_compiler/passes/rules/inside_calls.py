@@ -109,12 +109,12 @@ class NormInside(Rule):
         shape, dtype = graph.sizes(final), graph.dtype(final)
         both = {"norm_gain": norm.weight, "norm_bias": norm.bias}
         ends = {name: vector for name, vector in both.items() if vector is not None}
-        if dtype not in DTYPES or norm.eps is None or graph.dtype(norm.value) != dtype:
+        plain = all(
+            (graph.shape(one), graph.dtype(one)) == (shape[-1:], dtype) and graph.is_constant(one)
+            for one in ends.values()
+        )
+        if not plain or norm.eps is None or graph.dtype(norm.value) != dtype:
             return None
-        for vector in ends.values():
-            plain = graph.shape(vector) == shape[-1:] and graph.dtype(vector) == dtype
-            if not plain or not graph.is_constant(vector):
-                return None
         if not _along_features(graph, call):
             reason = "the norm is over other dimensions than the features of x"
             return Refusal("shape", reason, final)

@@ -26,8 +26,6 @@ from torch import fx
 from nmm_compiler.passes.chains.chain import (
     Chain,
     Step,
-    Walk,
-    ended,
     once,
     read_projection,
     same_tokens,
@@ -35,8 +33,6 @@ from nmm_compiler.passes.chains.chain import (
     trace_end,
 )
 from nmm_compiler.passes.chains.safety import Refusal, covered, real_users, too_wide
-from nmm_compiler.passes.emit.calls import Call, with_base
-from nmm_compiler.passes.emit.stored import Stored
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import (
     Activation,
@@ -46,7 +42,6 @@ from nmm_compiler.passes.graph.canonical import (
     Key,
     Scale,
 )
-from nmm_compiler.passes.rules.base import Match
 from nmm_compiler.passes.rules.lowrank import Adapter
 
 MOST_TERMS = 16
@@ -72,19 +67,6 @@ class LoRA(Adapter):
     def read(self, graph: Canonical, key: Key, form: Any) -> Chain | Refusal | None:
         """Read a sum as a base and branches of one x."""
         return _read_sum(graph, key, form)
-
-    def ended(
-        self, graph: Canonical, chain: Chain, walk: Walk, node: fx.Node
-    ) -> Match | Refusal | None:
-        """Check a sum with what stands behind it."""
-        whole = ended(graph, chain, walk, node)
-        if whole is None:
-            return None
-        call = Call.of_chain(graph, whole)
-        made = with_base(graph, call)
-        if isinstance(made, Stored):
-            call.note = f"{made.format} weight is dequantized at each call: {made.reason}"
-        return self.matched(graph, made if isinstance(made, Call) else call)
 
 
 @once

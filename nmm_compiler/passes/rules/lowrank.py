@@ -31,7 +31,8 @@ from nmm_compiler.passes.chains.chain import (
     trace_end,
 )
 from nmm_compiler.passes.chains.safety import Refusal, part_of_one, too_wide
-from nmm_compiler.passes.emit.calls import Call
+from nmm_compiler.passes.emit.calls import Call, with_base
+from nmm_compiler.passes.emit.stored import Stored
 from nmm_compiler.passes.graph.canonical import (
     Activation,
     Add,
@@ -93,7 +94,11 @@ class Adapter(KernelRule):
         whole = ended(graph, chain, walk, node)
         if wide is not None or whole is None:
             return wide or part_of_one(chain.out)
-        return self.matched(graph, Call.of_chain(graph, whole))
+        call = Call.of_chain(graph, whole)
+        made = with_base(graph, call)
+        if isinstance(made, Stored):
+            call.note = f"{made.format} weight is dequantized at each call: {made.reason}"
+        return self.matched(graph, made if isinstance(made, Call) else call)
 
 
 class MLA(Adapter):
