@@ -11,16 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import fx
 
 from nmm_compiler.errors import TO_MEND, InternalFaultError, ModelError, broken_rule, internal_fault
-
-# A built-in rule that fails at more places than this is left out of the graph.
-_MOST_PLACES = 8
 
 
 class Fault(NamedTuple):
@@ -41,7 +37,6 @@ class Faults:
         self.graph = ""
         self.found: dict[tuple[str, ...], Fault] = {}
         self._left: set[tuple[str, str, str]] = set()
-        self._count = Counter[tuple[str, str]]()
 
     def is_built_in(self, rule: Any) -> bool:
         """Return whether a rule is one of the package's own."""
@@ -89,16 +84,13 @@ class Faults:
             )
             raise broken_rule(rule.name, "graph", why)
 
-    def leave(self, rule: str, *names: str, fault: bool = False) -> None:
-        """Leave a rule's match at these nodes alone from now on; all of them after many faults."""
+    def leave(self, rule: str, *names: str) -> None:
+        """Leave a rule's match at these nodes alone from now on."""
         self._left.update((self.graph, rule, name) for name in names)
-        self._count[self.graph, rule] += len(set(names)) if fault else 0
-        if self._count[self.graph, rule] > _MOST_PLACES:
-            self._left.add((self.graph, rule, ""))
 
     def is_left(self, rule: str, name: str) -> bool:
         """Return whether a rule's match at a node is to be left alone."""
-        return any((self.graph, rule, at) in self._left for at in (name, ""))
+        return (self.graph, rule, name) in self._left
 
     def warn(self, command: str) -> None:
         """Warn of all faults at once, with the command that reproduces the first."""

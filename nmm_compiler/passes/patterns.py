@@ -629,9 +629,8 @@ def _value(c: Canonical, place: tuple[Key, Dims]) -> torch.Tensor:
         axes = ((atom.size, shape[atom.axis]) for atom in dim)
         return math.prod(own if views.as_size(own) == size else size for size, own in axes)
 
-    mode = own.fake_mode if isinstance(own, FakeTensor) else FakeTensorMode()
-    with mode:
-        return torch.empty([size(dim) for dim in dims], dtype=own.dtype, device=own.device)
+    fake = own if isinstance(own, FakeTensor) else FakeTensorMode().from_tensor(own)
+    return fake.new_empty([size(dim) for dim in dims])
 
 
 def _is_symbolic(value: torch.Tensor) -> bool:

@@ -221,7 +221,7 @@ class Attempt:
     def _emit_one(self, match: Match, rule: Rule) -> None:
         """Let a rule emit what replaces its match; set `dropped` where it fails."""
         editor, call = self.editor, match.data
-        editor.at, before, fault = match.node, len(editor.added), False
+        editor.at, before = match.node, len(editor.added)
         results = call.results() if isinstance(call, Call) else ()
         finals = [one.final for one in results] or [match.node]
         try:
@@ -243,11 +243,9 @@ class Attempt:
             self.refused.append(why)
         except Exception as error:  # kept, or raised again
             self.faults.keep(error, "emitting", match.node, rule)
-            fault = True
         self.dropped = True
         # the nodes at which the next attempt would meet a match
-        names = [match.name, *(one.name for one in finals)]
-        self.faults.leave(rule.name, *names, fault=fault)
+        self.faults.leave(rule.name, match.name, *(one.name for one in finals))
 
 
 def _terms(c: Canonical, nodes: frozenset[fx.Node]) -> int:
@@ -574,6 +572,10 @@ def _internal(fault: Fault) -> Declined:
     return Declined.of(fault.rule or "reading", why, fault.at, fault.graph)
 
 
+# With more faults than this a graph in which a place had to be dropped is not rewritten.
+_MOST_FAULTS = 8
+
+
 class _Run:
     """One rewrite: the state of all its graphs. A graph that occurs twice is rewritten once."""
 
@@ -596,7 +598,7 @@ class _Run:
         """Return a rewritten copy of a graph and of the graphs in it.
 
         Each attempt starts from a fresh copy. After an attempt that dropped a place, the next one
-        leaves that place alone. After a fault without a place, the graph is not rewritten.
+        leaves that place alone. After a fault without a place, or many, the graph is not rewritten.
         """
         if id(original) in self.done:
             return self.done[id(original)]
@@ -624,7 +626,7 @@ class _Run:
             attempt, values = Attempt(module, own, *shared), None
             with self.faults.guard("rewriting the graph that ends at", last):
                 whole = all(apply(attempt, rules, folder) for rules in self.segments)
-                values = read
+                values = read if len(self.faults.found) <= _MOST_FAULTS else None
         self.result.add(found)
         module.recompile()
         self.done[id(original)] = module
