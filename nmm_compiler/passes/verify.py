@@ -60,7 +60,10 @@ def check(
     places = _places(matches, before.graph)
     names = {name: name for name in places}
     emitted = {new: old for match in matches for old, new in match.emitted}
-    writes = any(graph_writes(graph) or _counts(graph) for graph in (before, after))
+    # A module that the graph calls may update buffers, as batch norm does.
+    called = [m for g in (before, after) for m in g.modules() if not isinstance(m, fx.GraphModule)]
+    counts = any(m.training and dict(m.named_buffers(recurse=False)) for m in called)
+    writes = counts or graph_writes(before) or graph_writes(after)
     first = _Run(before, writes, names).start(inputs)
     noisy = [_Run(before, writes, names, places, trial).start(inputs) for trial in range(_TRIALS)]
     try:
@@ -146,12 +149,6 @@ class _Run(fx.Interpreter):
         noise = (drawn * size).to(value.device, value.dtype)
         overlaps = any(n > 1 and s == 0 for n, s in zip(value.shape, value.stride(), strict=True))
         return value + noise if overlaps else value.add_(noise)
-
-
-def _counts(module: fx.GraphModule) -> bool:
-    """Return whether a module that the graph calls may update buffers, as batch norm does."""
-    called = [m for m in module.modules() if not isinstance(m, fx.GraphModule)]
-    return any(m.training and dict(m.named_buffers(recurse=False)) for m in called)
 
 
 def _copies(value: Any) -> Any:

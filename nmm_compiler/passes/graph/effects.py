@@ -127,7 +127,11 @@ def written_arguments(node: fx.Node, root: nn.Module) -> list[fx.Node]:
         return inputs if not known or getattr(module, "inplace", False) else []
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
-        return _written_by_schema(node, target)
+        if not target._schema.is_mutable:
+            return []
+        said: dict[Any, Any] = {**dict(enumerate(node.args)), **node.kwargs}
+        places = [(i, one) for i, one in enumerate(target._schema.arguments) if one.is_write]
+        return _nodes(said.get(i, said.get(one.name)) for i, one in places)
     if isinstance(target, torch._ops.HigherOrderOperator):
         held = (fetch_attribute(root, str(n.target)) for n in inputs if n.op == "get_attr")
         bodies = [body for body in held if isinstance(body, fx.GraphModule)]
@@ -149,16 +153,6 @@ def _nodes(values: Iterable[Any]) -> list[fx.Node]:
     """Return the nodes among values and lists of values."""
     lists = (value if isinstance(value, (tuple, list)) else (value,) for value in values)
     return [one for one in itertools.chain.from_iterable(lists) if isinstance(one, fx.Node)]
-
-
-def _written_by_schema(node: fx.Node, target: torch._ops.OpOverload) -> list[fx.Node]:
-    if not target._schema.is_mutable:
-        return []
-    return _nodes(
-        node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
-        for index, argument in enumerate(target._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
 
 
 def graph_writes(module: fx.GraphModule) -> bool:

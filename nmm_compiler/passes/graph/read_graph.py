@@ -926,8 +926,7 @@ def _is_matrix(c: Canonical, node: fx.Node, most: int | None = None) -> bool:
 def _visit(c: Canonical, node: fx.Node) -> None:
     shape = c.shape(node)
     if shape is None:
-        c.forms[node] = Opaque(_opaque_name(c, node), ())
-        c.views[node] = (node, ())
+        c.define(node, Opaque(_opaque_name(c, node), ()), ())
         if isinstance(c.values.get(node), (tuple, list)) and _shares_constant(c, node):
             c.constant.add(node)
         _note_derived(c, node, False)  # several results, as of a decomposition

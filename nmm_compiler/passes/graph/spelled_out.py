@@ -137,7 +137,7 @@ def _program(c: Canonical, end: fx.Node, value: fx.Node, steps: set[fx.Node]) ->
     values = {c.views[value]: _Value(0)}
     program: list[Any] = []
 
-    def operand(node: fx.Node) -> _Value:
+    def operand(node: Key) -> _Value:
         value = c.views.get(node, (node, ()))
         if value not in values:
             step = _step(c, value)
@@ -153,7 +153,8 @@ def _program(c: Canonical, end: fx.Node, value: fx.Node, steps: set[fx.Node]) ->
         steps.add(step)
         form = c.forms.get(step)
         if isinstance(form, Cast):
-            if not isinstance(form.value, fx.Node) or not _widens(c, form):
+            narrow: Any = c.dtype(form.value)
+            if not narrow.is_floating_point or narrow.itemsize >= form.dtype.itemsize:
                 raise ValueError(f"{step} rounds")
             return operand(form.value)
         named = {name: value for name, value in step.kwargs.items() if name != "dtype"}
@@ -212,11 +213,6 @@ def _known(rank: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 
 def _is_same(one: torch.Tensor, two: torch.Tensor) -> bool:
     return one.shape == two.shape and torch.allclose(one, two, rtol=_SAME, atol=_SAME)
-
-
-def _widens(c: Canonical, form: Cast) -> bool:
-    narrow = c.dtype(form.value)
-    return narrow is not None and narrow.is_floating_point and form.dtype.itemsize > narrow.itemsize
 
 
 def norm_around(c: Canonical, node: fx.Node, name: str, form: Any) -> Norm | None:
