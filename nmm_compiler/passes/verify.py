@@ -190,8 +190,10 @@ def _same_strides(a: torch.Tensor, b: torch.Tensor) -> bool:
     return order == sorted(real, key=lambda d: -b.stride()[d])
 
 
-def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+def _distance(a: torch.Tensor, b: Any) -> float:
     """Return the largest difference; equal infinities and NaNs in one place are none."""
+    if not isinstance(b, torch.Tensor) or a.shape != b.shape:
+        return torch.inf
     if not a.numel():
         return 0.0
     wide = torch.complex128 if a.is_complex() else torch.float64
@@ -201,22 +203,16 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return float(torch.where(off.isnan(), torch.inf, off).max())
 
 
-def _bound(want: Any, moved: Sequence[Any]) -> float:
+def _bound(want: torch.Tensor, moved: Sequence[Any]) -> float:
     """Return how far a value may be off: what noise does to it, and a few of its own roundings."""
-    if not isinstance(want, torch.Tensor) or not want.numel():
-        return 0.0
-    noise = [
-        _distance(want, other) if isinstance(other, torch.Tensor) and other.shape == want.shape
-        else torch.inf
-        for other in moved
-    ]  # fmt: skip
+    noise = max(_distance(want, other) for other in moved)
     own = 0.0
     if want.is_floating_point():
         wide = want.float() if want.dtype.itemsize == 1 else want  # PyTorch compares no fp8
         finite = wide[wide.isfinite()]
         largest = float(finite.abs().max()) if finite.numel() else 0.0
         own = torch.finfo(want.dtype).eps * largest
-    return _MARGIN * max(noise) + own
+    return _MARGIN * noise + own
 
 
 def _compare(want: Any, got: Any, moved: Sequence[Any]) -> tuple[float, str | None]:
