@@ -140,29 +140,19 @@ def allocate_global(
             continue
         dense += shape.count * shape.cost(None)
         ranks = [r for r in (*ranks, shape.without) if permitted(shape.name, r)]
-        lost = losses[shape.name]
-        table = []
-        for i, r in enumerate(ranks):
-            loss = 0.0 if r is None else float(lost[min(r, len(lost) - 1)])
-            table.append((shape.count * shape.cost(r), loss, i))
-        table.sort()
-        best = table[:1]
-        for one in table:
-            if one[1] < best[-1][1]:
-                best.append(one)
-        kept, lost, places = zip(*best, strict=True)
-        tables[shape.name] = [ranks[i] for i in places], np.array(kept), np.array(lost)
+        tail = losses[shape.name]
+        lost = np.array([0.0 if r is None else tail[min(r, len(tail) - 1)] for r in ranks])
+        costs = np.array([shape.count * shape.cost(r) for r in ranks])
+        order = np.lexsort((lost, costs))
+        least = np.minimum.accumulate(lost[order])
+        order = order[np.append(True, np.diff(least) < 0)]
+        tables[shape.name] = [ranks[i] for i in order], costs[order], lost[order]
     if not tables:
         largest = max(shapes, key=lambda s: s.largest_rank)
-        limit = largest.largest_rank
-        few = 1 << max(0, limit.bit_length() - 3)  # leaves a few ranks to choose from
         raise ModelError(
             f"no matrix has a rank that is a multiple of align={align} and below break-even; the "
-            f"largest, {largest.name} [{largest.n}, {largest.k}], allows ranks up to {limit}: pass "
-            f"a smaller align, e.g. align={few}"
-            if limit
-            else f"the matrices are too small to factorize: the largest, {largest.name} "
-            f"[{largest.n}, {largest.k}], breaks even below rank 1; exclude them"
+            f"largest, {largest.name} [{largest.n}, {largest.k}], allows ranks up to "
+            f"{largest.largest_rank}: pass an align of at most that, or leave it out by exclude="
         )
     budget = (1 - ratio) * dense
     picked = dict.fromkeys(tables, 0)
