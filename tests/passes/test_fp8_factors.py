@@ -19,11 +19,6 @@ BF16 = torch.bfloat16
 K, R, N = 256, 16, 512
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-
-
 def low_rank(inputs, outputs, bias=False):
     return LowRankLinear(inputs, R, outputs, bias=bias)
 
@@ -50,6 +45,7 @@ def made(kind, format="fp8", dtype=BF16):
     return model, torch.randn(4, K, dtype=dtype)
 
 
+@torch.no_grad()
 def at_level(level, model, x, options):
     """The result of rewriting the model as a module, an exported program, or Dynamo's graph."""
     if level == "module":
@@ -57,8 +53,7 @@ def at_level(level, model, x, options):
     if level == "export":
         return rewrite(torch.export.export(model, (x,)), options=options)
     results = Backend(options)
-    with torch.no_grad():
-        torch.compile(model, backend=results)(x)
+    torch.compile(model, backend=results)(x)
     return results[0]
 
 
@@ -69,10 +64,10 @@ def called(result):
 
 @pytest.mark.parametrize("level", ["module", "export", "dynamo"])
 @pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
 def test_fused_calls_read_the_bytes(kind, level):
     model, x = made(kind)
-    with torch.no_grad():
-        result = at_level(level, model, x, VERIFIED if level == "dynamo" else {})
+    result = at_level(level, model, x, VERIFIED if level == "dynamo" else {})
     assert called(result) == [KINDS[kind][2]]
     targets = [str(n.target) for n in result.graph_module.graph.nodes]
     assert not any("clamp" in t or "_to_copy" in t or t == "to" for t in targets)
@@ -81,13 +76,13 @@ def test_fused_calls_read_the_bytes(kind, level):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
 def test_a_compiled_model_computes_what_it_did(kind):
     """Reference and kernel in the simulator: roundings of p, h and y to bf16, 2^-9 each."""
     model, x = made(kind)
     want = model(x)
     for executor, most in (("reference", 0.0), ("simulator", 2.0**-7)):
-        with torch.no_grad():
-            got = compiled(model, executor=executor, strict=True)(x)
+        got = compiled(model, executor=executor, strict=True)(x)
         for one, other in zip(*(y if isinstance(y, tuple) else (y,) for y in (got, want)),
                               strict=True):  # fmt: skip
             assert float((one - other).detach().norm()) <= most * float(other.detach().norm())
@@ -133,18 +128,6 @@ def test_what_is_dequantized_is_said_by_name(given, change, options, words):
     assert words in " ".join(note for match in result.matches for note in match.notes)
 
 
-def test_compressed_models_are_predicted_with_the_bytes_they_have():
-    """A decode step reads half of the bytes: the predicted call is faster."""
-    times = {}
-    for format in (None, "fp8"):
-        model = nn.Sequential(LowRankLinear(2048, 512, 4096)).eval().to(BF16)
-        if format:
-            quantize_factors(model, format)
-        result = rewrite(model, (torch.randn(1, 2048, dtype=BF16),))
-        times[format] = result.matches[0].info["predicted"]["fused"]
-    assert times["fp8"] < 0.75 * times[None]
-
-
 def doubled(value):
     value.mul_(2)
     return value
@@ -159,6 +142,7 @@ WRITES = {
 
 
 @pytest.mark.parametrize("name", WRITES)
+@torch.no_grad()
 def test_factors_that_are_written_in_place_are_not_read_as_stored(name):
     def function(p, x):
         u = WRITES[name](p.u, p.u_scale)
@@ -170,8 +154,7 @@ def test_factors_that_are_written_in_place_are_not_read_as_stored(name):
     for at, shape in (("u", (R, K)), ("v", (N, R))):
         model.register_buffer(at, (40 * torch.randn(*shape)).to(torch.float8_e4m3fn))
     results = Backend({"strict": True})  # to verify would write twice
-    with torch.no_grad():
-        want = copy.deepcopy(model)(x)
-        torch.testing.assert_close(torch.compile(model, backend=results)(x), want)
+    want = copy.deepcopy(model)(x)
+    torch.testing.assert_close(torch.compile(model, backend=results)(x), want)
     notes = [note for match in results[0].matches for note in match.notes]
     assert not any("are read as stored" in note for note in notes), notes

@@ -3,40 +3,40 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from models import VERIFIED, Backend, compiled, kinds_of
+from models import VERIFIED, Backend, Model, compiled, kinds_of
 from torch import nn
 
 import nmm_compiler as nmm
 
-
-class Quantized(nn.Module):
-    """A linear with int8 or fp8 weights and a scale for each output."""
-
-    def __init__(self, weight, kind, after):
-        super().__init__()
-        scale = weight.abs().amax(1, keepdim=True) / (127 if kind is torch.int8 else 448)
-        self.register_buffer("w", (weight / scale).to(kind))
-        self.register_buffer("scale", scale)
-        self.after = after
-
-    def forward(self, x):
-        if self.after:  # the scale multiplies the result
-            return F.linear(x, self.w.to(x.dtype)) * self.scale.to(x.dtype).view(-1)
-        return F.linear(x, self.w.to(x.dtype) * self.scale.to(x.dtype))
+quantization = pytest.importorskip("torchao.quantization")
+workflow = pytest.importorskip("torchao.prototype.mx_formats.inference_workflow")
 
 
+def linear(weight, kind, after):
+    """Return a linear with int8 or fp8 weights and a scale for each output, of w or of y."""
+
+    def function(p, x):
+        w, scale = p.w.to(x.dtype), p.scale.to(x.dtype)
+        return F.linear(x, w) * scale.view(-1) if after else F.linear(x, w * scale)
+
+    model, scale = Model(function), weight.abs().amax(1, keepdim=True)
+    scale /= 127 if kind is torch.int8 else 448
+    model.register_buffer("w", (weight / scale).to(kind))
+    model.register_buffer("scale", scale)
+    return model
+
+
+@torch.no_grad()
 def compared(model, x):
     results = Backend(VERIFIED)
-    with torch.no_grad():
-        return model(x), torch.compile(model, backend=results)(x), results[0]
+    return model(x), torch.compile(model, backend=results)(x), results[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("after", [False, True])
 def test_plain_modules(kind, after, dtype):
-    torch.manual_seed(0)
-    layers = [Quantized(torch.randn(n, k), kind, after) for n, k in ((8, 64), (48, 8))]
+    layers = [linear(torch.randn(n, k), kind, after) for n, k in ((8, 64), (48, 8))]
     *_, result = compared(nn.Sequential(*layers), torch.randn(5, 64, dtype=dtype))
     assert kinds_of(result) == ["lowrank"]
     assert "made of stored weights" in result.matches[0].notes[-1]
@@ -44,8 +44,6 @@ def test_plain_modules(kind, after, dtype):
 
 @pytest.mark.parametrize("name", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
 def test_torchao(name):
-    quantization = pytest.importorskip("torchao.quantization")
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 8, bias=False), nn.Linear(8, 48)).bfloat16()
     quantization.quantize_(model, getattr(quantization, name)())
     *_, result = compared(model, torch.randn(5, 64, dtype=torch.bfloat16))
@@ -55,8 +53,6 @@ def test_torchao(name):
 @pytest.mark.parametrize("bits", ["Int8", "Intx"])
 def test_torchao_weights_that_round_x_stay_as_they_are(bits):
     """One call would multiply x as it is by the plain weight, which is another product."""
-    quantization = pytest.importorskip("torchao.quantization")
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 8, bias=False), nn.Linear(8, 48))
     group = {} if bits == "Int8" else {"weight_granularity": quantization.PerAxis(0)}
     config = getattr(quantization, f"Int8DynamicActivation{bits}WeightConfig")(**group)
@@ -69,14 +65,11 @@ def test_torchao_weights_that_round_x_stay_as_they_are(bits):
 
 # torchao's quantized linears, alone and under PEFT's adapters: MX tensors are read as stored.
 
-quantization = pytest.importorskip("torchao.quantization")
-workflow = pytest.importorskip("torchao.prototype.mx_formats.inference_workflow")
 K, H, N = 640, 384, 512  # scales are padded to blocks of 128 rows and 4 columns
 
 
 def quantized(config, adapted):
     """Return two linears whose weights are quantized, with adapters or not."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(K, H, bias=False), nn.SiLU(), nn.Linear(H, N)).bfloat16()
     quantization.quantize_(model, config)
     if adapted:
@@ -98,6 +91,7 @@ def blocks(dtype):
     [(torch.float8_e4m3fn, "mxfp8", True), (torch.float4_e2m1fn_x2, "mxfp4", False)],
     ids=["mxfp8", "mxfp4"],
 )
+@torch.no_grad()
 def test_blocks_are_read_as_stored(dtype, format, adapted):
     model, x = quantized(blocks(dtype), adapted)
     options = {"target": "trn3", "strict": True}
@@ -105,16 +99,15 @@ def test_blocks_are_read_as_stored(dtype, format, adapted):
     assert [one.rule for one in made.matches] == ["lora" if adapted else "quantized"] * 2
     assert {one.info["base_weight"] for one in made.matches} == {format}
     assert any("put in order" in note for note in made.matches[0].notes)
-    with torch.no_grad():
-        got = compiled(model, **options, executor="simulator")(x)
-        if format == "mxfp8":
-            want = model(x)  # which rounds x to MXFP8 as the kernels do
-        else:  # this rounds x to four bits; the kernels keep eight
-            for linear in (one for one in model.modules() if type(one) is nn.Linear):
-                plain = getattr(linear.weight, "dequantize", None)
-                if type(linear.weight.data).__name__ == "MXTensor":
-                    linear.weight = nn.Parameter(plain(), requires_grad=False)
-            want = model(x)
+    got = compiled(model, **options, executor="simulator")(x)
+    if format == "mxfp8":
+        want = model(x)  # which rounds x to MXFP8 as the kernels do
+    else:  # this rounds x to four bits; the kernels keep eight
+        for linear in (one for one in model.modules() if type(one) is nn.Linear):
+            plain = getattr(linear.weight, "dequantize", None)
+            if type(linear.weight.data).__name__ == "MXTensor":
+                linear.weight = nn.Parameter(plain(), requires_grad=False)
+        want = model(x)
     # Of MXFP8 the hidden values differ by a rounding to bfloat16, 2^-8, which turns one in 16 of
     # their roundings to a step of 2^-3: 2^-5 in the mean. Else x and they are rounded by 2^-4 more.
     bound = 2**-5 if format == "mxfp8" else 2**0.5 * 2**-4
