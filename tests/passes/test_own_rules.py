@@ -13,9 +13,6 @@ from torch import nn
 import nmm_compiler as nmm
 from nmm_compiler.errors import BrokenRuleError
 
-ROOT = Path(__file__).parents[2]
-EAGER = {"inner": "eager", "kernels": "lazy", **VERIFIED}
-
 
 def chain(x, u, v):
     return torch.relu(x @ u @ v)
@@ -28,7 +25,6 @@ def dense(x, u, v):
 TO_DENSE = nmm.rule(chain, dense, name="to_dense")
 U, V = torch.randn(64, 8) / 8, torch.randn(8, 48) / 3
 SPELLINGS = {
-    "operators": lambda x, u, v: (x @ u @ v).relu(),
     "linear": lambda x, u, v: F.relu(F.linear(F.linear(x, u.t()), v.T)),
     "the other way round": lambda x, u, v: torch.relu(v.mT @ (u.T @ x.mT)).mT,
     "batches of one weight": lambda x, u, v: torch.relu(
@@ -37,7 +33,6 @@ SPELLINGS = {
     "views and copies": lambda x, u, v: torch.relu(
         (x.reshape(-1, 64) @ u).contiguous().view(2, 3, 8) @ v
     ),
-    "a vector": lambda x, u, v: torch.relu(x[0, 0] @ u @ v),
 }
 
 
@@ -68,20 +63,19 @@ def test_what_differs_is_no_match(near):
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
+@torch.no_grad()
 def test_the_entrances_and_any_token_count(dynamic):
     model = Model(lambda p, x: chain(x, p.u, p.v), u=U, v=V)
-    options = {**EAGER, "rules": [TO_DENSE, "..."]}
+    options = {"inner": "eager", "kernels": "lazy", **VERIFIED, "rules": [TO_DENSE, "..."]}
     compiled = torch.compile(model, backend="nmm", options=options, dynamic=dynamic)
     for tokens in (3, 5):
         x = torch.randn(2, tokens, 64)
-        with torch.no_grad():
-            torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=2.0**-24 * 64 * 64)
+        torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=2.0**-24 * 64 * 64)
     assert len(nmm.reports()) == 2 - dynamic
     report = nmm.last_report()
     assert report.matches == ("to_dense  at relu",)
     assert report.chains == 0
     assert report.rules == ("rule to_dense: 1 matched, 0 refused",)
-    assert "rule to_dense: 1 matched" in str(report)
     explained = nmm.explain(model, x, rules=[TO_DENSE, "..."])
     assert [m.rule for m in explained.matches] == ["to_dense"]
 
@@ -286,7 +280,7 @@ def test_the_command_line_takes_rules(tmp_path, nmm):
 
 
 def test_the_example_runs_with_both_forms_under_torch_compile(capsys):
-    sys.path.insert(0, str(ROOT / "examples"))
+    sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
     import own_rule
 
     own_rule.main()

@@ -92,12 +92,12 @@ def test_a_call_that_dense_weights_beat_is_named_beside_the_table_of_prices(pric
 
 
 @pytest.mark.parametrize("r", [96, 380])  # a rank that pays, and one that dense weights beat
+@torch.no_grad()
 def test_one_call_has_one_price_in_a_compile_report(r):
     """The headline is made of the times of the kernels that the report lists."""
     model = Pair(512, r, 2048).to(torch.bfloat16)
     x = torch.randn(96, 512, dtype=torch.bfloat16)
-    with torch.no_grad():
-        models.compiled(model)(x)
+    models.compiled(model)(x)
     report = backend.last_report()
     times = ways(LowRankSpec(m=96, k=512, r=r, n=2048), "trn2", source="simulated")
     (line,) = report.kernels
