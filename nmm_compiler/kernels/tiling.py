@@ -8,7 +8,6 @@ import numpy as np
 from nmm_compiler.kernels.packed_formats import MX
 from nmm_compiler.targets import Target
 
-LOADS = ("rows", "dma", "tensor")
 # One long run per partition, or the order that transposes produce.
 # Or four consecutive rows a partition, as products of MX blocks want them.
 STRIDED, FOURS = "strided_rows", "fours"

@@ -18,7 +18,6 @@ from nmm_compiler.kernels.number_formats import FP8
 from nmm_compiler.kernels.tiling import (
     FOURS,
     LOADED,
-    LOADS,
     ORDERS,
     RUNS,
     STRIDED,
@@ -259,14 +258,14 @@ class LinearSchedule(Schedule):
         return max(self.stages(layer), key=lambda held: sum(held.values()))
 
     def check(self, spec: Any, target: Target) -> None:
-        """Raise CapacityError or SpecError, with numbers, unless legal for spec and target."""
+        """Raise CapacityError, SpecError or UnknownNameError unless legal for spec and target."""
         layer: Layer = spec.share(self.split)
         for name in ("m_block", "block", "u_block", "load_bytes"):
             value = getattr(self, name)
             if value < 1 or (name != "load_bytes" and value % 128):
                 raise SpecError(f"schedule: {name} is {value}; pass a multiple of 128")
-        check_load("x_load", self.x_load, x_loads(layer, target), layer.x_format, target)
-        check_load("w_load", self.w_load, w_loads(layer, target), layer.dtype, target)
+        check_name("x_load", self.x_load, tuple(x_loads(layer, target)))
+        check_name("w_load", self.w_load, tuple(w_loads(layer, target)))
         if layer.mx and layer.down.n and self.block % 512:
             raise SpecError(
                 f"schedule: block is {self.block}; MX products of h take whole 512s of its "
@@ -368,14 +367,6 @@ def w_loads(layer: Layer, target: Target) -> list[str]:
     return turned_loads(layer.dtype, target) if turned else ["rows"]
 
 
-def check_load(name: str, how: str, allowed: list[str], dtype: str, target: Target) -> None:
-    """Raise SpecError unless `how` can load an operand."""
-    check_name(name, how, LOADS)
-    why = "as the operand lies" if allowed == ["rows"] else f"for {dtype} on {target.name}"
-    if how not in allowed:
-        raise SpecError(f"schedule: {name} is {how!r}; {why} it can be {' or '.join(allowed)}")
-
-
 def candidates(layer: Layer, target: Target) -> Iterator[LinearSchedule]:
     """Yield schedules that may be legal, about 50."""
     few = layer.m <= FEW
@@ -383,12 +374,8 @@ def candidates(layer: Layer, target: Target) -> Iterator[LinearSchedule]:
     widest = max(one.n for one in layer.linears)
     rank = max((pair.r for pair in layer.pairs), default=128)
     loads: tuple[int, ...] = (4096, 2048, 8192) if few else (2048, 8192)
-    loads = (8192, 4096) if few and layer.combine else loads
+    loads = (16384,) if few and layer.mx else loads
     blocks = sizes_of_panels(widest, (1024, 2048, 4096, 512) if few else (512, 1024, 256))
-    if layer.mx and few:
-        loads, blocks = (16384,), sizes_of_panels(widest, (1024, 2048, 4096))
-    if layer.combine:
-        blocks = sizes_of_panels(widest, (4096, 2048, 1024) if few else (256, 512, 1024))
     if layer.mx and layer.down.n:
         blocks = [size for size in blocks if not size % 512]
     turns = (False, True) if few and any(one.rows for one in layer.results) else (False,)
