@@ -43,7 +43,7 @@ from nmm_compiler.passes.graph.capture import (
     to_graph,
     value_key,
 )
-from nmm_compiler.passes.graph.read_graph import read_added, read_graph
+from nmm_compiler.passes.graph.read_graph import read_graph, sweep
 from nmm_compiler.passes.graph.written import follow_writes
 from nmm_compiler.passes.layout import assign_layouts, count_transposes
 from nmm_compiler.passes.reproduce import fault_command
@@ -205,7 +205,7 @@ class Attempt:
             if match not in self.matches:  # an earlier one, whose call may have been replaced
                 match.emitted = tuple((old, new.get(made, made)) for old, made in match.emitted)
         if self.built_in:
-            read_added(c)
+            sweep(c)
             self.result.transposes_after += count_transposes(c)
 
     def lint(self) -> None:

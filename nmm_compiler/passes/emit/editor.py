@@ -21,7 +21,7 @@ from torch import fx
 from nmm_compiler.passes.chains.safety import Refusal, readings
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import Canonical, Key, Virtual
-from nmm_compiler.passes.graph.effects import fetch_attribute, is_pure
+from nmm_compiler.passes.graph.effects import is_pure
 from nmm_compiler.passes.graph.torch_names import target_name
 from nmm_compiler.passes.graph.views import Atom, Dims, Size
 
@@ -128,8 +128,7 @@ class Editor:
             first = next(iter(self.graph.nodes))
             with self.graph.inserting_before(first):
                 found = self.graph.get_attr(key.attribute)
-            value = fetch_attribute(self.module, key.attribute)
-            found.meta[self.value_key] = self.c.values[found] = value
+            found.meta[self.value_key] = self.c.values[found] = key.tensor
             self._attributes[key.attribute] = found
         return found
 

@@ -10,6 +10,7 @@ values.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -263,8 +264,8 @@ class Canonical:
         self.virtuals: dict[fx.Node, list[Virtual]] = {}
         # Further nodes that make a value, for forms that consist of several nodes.
         self.helpers: dict[Key, frozenset[fx.Node]] = {}
-        # Values from outside of the graph, and whether the model stores them.
-        self.leaves: dict[fx.Node, bool] = {}
+        # Of a graph of a higher-order operator, which inputs the model stores, by their names.
+        self.given: Mapping[str, bool] = {}
         # Values that are leaves but for views, and values computed from such alone.
         self.constant: set[Key] = set()
         # Values computed from constants without a product: a cast, scaled or joined weight.

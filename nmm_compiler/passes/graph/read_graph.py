@@ -871,29 +871,23 @@ def read_graph(
     package at one node.
     """
     c = Canonical(module, values, options, faults)
-    c.leaves = {n: _is_stored(c, n, stored or {}) for n in c.graph.nodes if n.op in _LEAVES}
-    trained = (*map(c.tensor, c.leaves), *module.parameters())
+    c.given = stored or {}
+    leaves = [n for n in c.graph.nodes if n.op in _LEAVES]
+    trained = (*map(c.tensor, leaves), *module.parameters())
     c.trains = any(t is not None and t.requires_grad for t in trained)
     called = (n for n in c.graph.nodes if n.op == "call_module")
     modules = [fetch_attribute(module, str(n.target)) for n in called]
     inner = (p for one in modules if isinstance(one, nn.Module) for p in one.parameters())
-    own = {n for n, is_stored in c.leaves.items() if is_stored}
+    own = {n for n in leaves if _is_stored(c, n)}
     held = any(_is_matrix(c, n) or c.dtype(n) == torch.uint8 for n in own)  # blocks are bytes
     c.inputs_are_weights = not held and not any(p.dim() > 1 for p in inner)
-    c.input_matrices = {n for n in c.leaves if n not in own and _is_matrix(c, n, most=2)}
-    _sweep(c)
+    c.input_matrices = {n for n in leaves if n not in own and _is_matrix(c, n, most=2)}
+    sweep(c)
     return c
 
 
-def read_added(c: Canonical) -> None:
-    """Read the nodes that a rewrite has added; the others keep their forms."""
-    for node in c.graph.nodes:
-        if node.op in _LEAVES and node not in c.leaves:
-            c.leaves[node] = _is_stored(c, node, {})
-    _sweep(c)
-
-
-def _sweep(c: Canonical) -> None:
+def sweep(c: Canonical) -> None:
+    """Read the nodes that were not read yet: all of them, or those that a rewrite has added."""
     for node in c.graph.nodes:
         if node not in c.views:
             _visit(c, node)
@@ -902,7 +896,7 @@ def _sweep(c: Canonical) -> None:
 # -- leaves -----------------------------------------------------------------------------------
 
 
-def _is_stored(c: Canonical, node: fx.Node, given: Mapping[str, bool]) -> bool:
+def _is_stored(c: Canonical, node: fx.Node) -> bool:
     """Return whether the model stores a leaf: a parameter, a buffer or an attribute."""
     if node.op == "get_attr":
         c.note_subclass(node, fetch_attribute(c.module, str(node.target)))
@@ -910,7 +904,7 @@ def _is_stored(c: Canonical, node: fx.Node, given: Mapping[str, bool]) -> bool:
     name = str(node.target)
     named = name.startswith(("p_", "b_")) or name.lower().startswith("l_self_")
     named = named or "_parameters_" in name or "_buffers_" in name
-    return given.get(name, named or isinstance(c.values.get(node), nn.Parameter))
+    return c.given.get(name, named or isinstance(c.values.get(node), nn.Parameter))
 
 
 def _is_matrix(c: Canonical, node: fx.Node, most: int | None = None) -> bool:
@@ -982,7 +976,7 @@ def _opaque_name(c: Canonical, node: fx.Node) -> str:
 
 def _read(c: Canonical, node: fx.Node) -> Result:
     if node.op in _LEAVES:
-        return Leaf(c.leaves[node])
+        return Leaf(_is_stored(c, node))
     if node.op == "call_module":
         return read_module(c, node, fetch_attribute(c.module, str(node.target)))
     name = target_name(node) if node.op != "output" else None
