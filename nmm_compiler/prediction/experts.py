@@ -113,14 +113,7 @@ def sum_shared_once(model: MetaModel, tp: int) -> None:
         if calls and ends:
             for end in (*calls, *ends):
                 getattr(end, HOOK).remove()
-            block.register_forward_hook(_sum_of_block)
-
-
-def _sum_of_block(block: nn.Module, given: Any, made: Any) -> Any:
-    """Sum the tokens of a block over the cores; a router's numbers behind them are on each core."""
-    if isinstance(made, tuple):
-        return (torch.ops.nmm_prediction.all_reduce(made[0]), *made[1:])
-    return torch.ops.nmm_prediction.all_reduce(made)
+            block.register_forward_hook(summed)
 
 
 def routed(pieces: list[Piece], routing: tuple[float, ...], shared: int) -> list[Piece]:
@@ -157,16 +150,16 @@ def read_routing(path: Path) -> tuple[float, ...]:
     """Return the counts of a file: a JSON list, one number for each expert."""
     try:
         given: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise OptionTypeError("routing", path, f"a file of JSON ({error})") from error
     return check_routing(given, path)
 
 
 def check_routing(given: Any, said: Any) -> tuple[float, ...]:
     """Return counts, which are numbers of 0 or more and not all 0; raise OptionTypeError."""
-    numbers = isinstance(given, Sequence) and not isinstance(given, str)
-    if not numbers or not all(isinstance(n, (int, float)) and n >= 0 for n in given):
-        raise OptionTypeError("routing", said, "a list of counts, one for each expert")
-    if given and not sum(given):
-        raise OptionTypeError("routing", said, "counts that are not all 0")
+    numbers = isinstance(given, Sequence) and all(
+        isinstance(n, (int, float)) and n >= 0 for n in given
+    )
+    if not numbers or (given and not sum(given)):
+        raise OptionTypeError("routing", said, "a list of counts, one for each expert, not all 0")
     return tuple(map(float, given))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +23,15 @@ from nmm_compiler.errors import OptionTypeError
 from nmm_compiler.kernels.linear.corrected import reads_as_stored
 from nmm_compiler.kernels.number_formats import FP8
 from nmm_compiler.kernels.packed_formats import FORMATS, MX, check_blocks
+from nmm_compiler.options import DTYPES
 from nmm_compiler.records import Record
 from nmm_compiler.targets import Target
 
 QUALITY = Path(__file__).with_name("form_quality.json")
 """What `make bench-compress` measured: {model: {form: figures}}, perplexities over that of bf16."""
+_DTYPES = {FP8: "fp8", **dict.fromkeys(DTYPES, "bf16")}
+_NAME = re.compile(r"(\w+?)(?:\+([1-9]\d*)(fp8)?|:(0?\.\d*[1-9]\d*))?")
+"""The format of the weights, and the rank and format of a branch, or a ratio below 1."""
 _NAMES = ("fp8", "mxfp8", "mxfp4+32fp8")
 DEFAULT = ("bf16", "fp8", "lowrank:0.2", "mxfp4+32fp8")
 KEEPS = (1.1, 1.18)
@@ -55,10 +60,8 @@ class Form(Record):
         return {"base": self.base, **size, **({"factors": self.branch} if self.branch else {})}
 
     def predicted(self) -> dict[str, Any]:
-        """Return what `predict` is given for the form."""
-        if not self.base:
-            return self.keywords()
-        return {"weights": FP8 if self.name == "fp8" else self.name}
+        """Return what `predict` is given for the form, nothing for bf16."""
+        return {"weights": self.name} if self.base else self.keywords()
 
     def check(self, target: Target) -> None:
         """Raise OptionTypeError for weights that a target does not multiply."""
@@ -66,8 +69,8 @@ class Form(Record):
             read = [one for one in _NAMES if reads_as_stored(target, one.partition("+")[0])]
             wanted = f"a form that {target.name} multiplies: {', '.join(['bf16', *read])}"
             raise OptionTypeError("weights", self.name, wanted)
-        if self.base and self.ratio is not None:
-            wanted = f'ranks that are known without the weights, e.g. "{self.base}+64"'
+        if self.ratio is not None:
+            wanted = 'ranks that are known without the weights, e.g. "mxfp4+64"'
             raise OptionTypeError("weights", self.name, wanted)
 
     def stored_bytes(self, k: int, n: int) -> int:
@@ -77,27 +80,31 @@ class Form(Record):
         return made + each * self.rank * (k + n) + 4 * self.rank * bool(self.branch)
 
 
+BF16 = Form(name="bf16")
+
+
 @functools.cache
 def read_form(name: str) -> Form:
-    """Return the form of a name; raise OptionTypeError for any other. FP8 is "fp8"."""
-    name = "fp8" if name == FP8 else name
-    sign = next((one for one in "+:" if one in name), "")
-    base, _, size = name.partition(sign or "+")
-    branch = "fp8" if sign == "+" and size.endswith("fp8") and base in MX else ""
-    size = size.removesuffix(branch)
-    try:
-        rank, ratio = int(size) if sign == "+" else 0, float(size) if sign == ":" else None
-    except ValueError:
-        rank, ratio = 0, None
-    based = base in FORMATS and (not sign or rank > 0 or ratio is not None)
-    plain = name == "bf16" or (base == "lowrank" and ratio is not None)
-    if not (based or plain) or not (ratio is None or 0 < ratio < 1):
+    """Return the form of a name, also of a dtype; raise OptionTypeError for any other."""
+    name = _DTYPES.get(name, name)
+    match = _NAME.fullmatch(name)
+    base, rank, branch, ratio = match.groups() if match else ("", None, None, None)
+    stored = FORMATS.get(base)
+    if not (
+        name == "bf16"
+        or (base == "lowrank" and ratio)
+        or (stored is not None and (not branch or base in MX))
+    ):
         wanted = f'bf16, {", ".join(FORMATS)}, one of these with a branch ("mxfp4+64"), or '
         raise OptionTypeError("form", name, f'{wanted}"lowrank:0.2"')
-    if FORMATS.get(base) is not None and rank % 32 and FORMATS[base].power_scales:
-        near = max(32, rank // 32 * 32)
+    size = int(rank or 0)
+    if stored is not None and stored.power_scales and size % 32:
+        near = max(32, size // 32 * 32)
         raise OptionTypeError("form", name, f"a rank of whole MX blocks of 32, e.g. {base}+{near}")
-    return Form(name=name, base=base if based else "", rank=rank, branch=branch, ratio=ratio)
+    return Form(
+        name=name, base="" if stored is None else base, rank=size, branch=branch or "",
+        ratio=float(ratio) if ratio else None,
+    )  # fmt: skip
 
 
 @functools.cache
@@ -108,8 +115,7 @@ def measured_quality() -> dict[str, dict[str, dict[str, Any]]]:
 
 def quality_of(name: str) -> tuple[str, tuple[float, float]] | None:
     """Return (model, perplexity over bf16 in and out of domain) as measured of a form, or None."""
-    is_mx = name.startswith("mx")
-    said = f"{name}, mxfp8 x" if is_mx else name
+    said = f"{name}, mxfp8 x" if name.startswith("mx") else name
     for model, rows in measured_quality().items():
         if "in" in rows.get(said, {}):
             row = rows[said]

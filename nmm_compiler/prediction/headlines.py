@@ -30,10 +30,9 @@ from nmm_compiler.prediction.prices import Machine, price
 from nmm_compiler.prediction.walk import walk_graph
 from nmm_compiler.prices.kernel import LAUNCH_GAP_US
 from nmm_compiler.prices.ways import ERRORS, ways
-from nmm_compiler.report.headline import headline
+from nmm_compiler.report.headline import headline, told_apart
 
 REMEDY = "a smaller rank, larger layers or more tokens a call would help"
-_PACKAGE = Path(__file__).resolve().parents[1]
 
 
 @functools.wraps(apply.compress)
@@ -68,7 +67,8 @@ def _model_headline(
                 raise copied
         prompt = max((timed.tokens for timed in report.workload), default=512)
         made = predict(after, report.target, prompt=prompt, dense=before, price="closed_form")
-        if not made.told_apart:
+        error = ERRORS["closed_form"]
+        if not any(told_apart(gain, error) for gain in made.gain.values()):
             made = predict(after, report.target, prompt=prompt, dense=before)
         return made.headline(quality)
 
@@ -141,10 +141,8 @@ def _said_or_why(say: Callable[[], str], *, strict: bool = False) -> tuple[str, 
         return "", str(error)
     except Exception as error:  # a report is read whatever happens to its headline
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        path = Path(frame.filename)
-        place = path.relative_to(_PACKAGE) if path.is_relative_to(_PACKAGE) else path
-        where = f"{type(error).__name__} while predicting at {place}:{frame.lineno}"
-        what = f"{where}: {one_line(error, 120)}"
+        where = f"{Path(frame.filename).name}:{frame.lineno}"
+        what = f"{type(error).__name__} while predicting at {where}: {one_line(error, 120)}"
         if strict:
             raise internal_fault(what) from error
         said = f"{_FAULT}, {what}; please report it"

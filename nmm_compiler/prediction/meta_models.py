@@ -77,12 +77,19 @@ def saved_layers(config: Any) -> hf_layers.SavedLayers | None:
     return hf_layers.SavedLayers.read(fields)
 
 
-def dense_config(config: Any) -> Any:
-    """Return a copy of a config without the ranks of a saved low-rank model."""
-    made = copy.deepcopy(config)
-    if getattr(made, "quantization_config", None) is not None:
-        del made.quantization_config
+def dense_config(given: Any) -> Any:
+    """Return a config without the ranks of a saved low-rank model; a module as it is."""
+    if getattr(given, "quantization_config", None) is None:
+        return given
+    made = copy.deepcopy(given)
+    del made.quantization_config
     return made
+
+
+def as_given(model_or_config: Any) -> Any:
+    """Return a module as it is, or the config of anything else."""
+    is_module = isinstance(model_or_config, nn.Module)
+    return model_or_config if is_module else read_config(model_or_config)
 
 
 def read_config(given: Any) -> Any:
@@ -90,7 +97,7 @@ def read_config(given: Any) -> Any:
     transformers = require_transformers("a model without its code")
     if isinstance(given, transformers.PreTrainedConfig):
         return copy.deepcopy(given)
-    name = ""
+    named = {}
     if isinstance(given, (str, Path)):
         path = Path(given) / "config.json" if Path(given).is_dir() else Path(given)
         name = Path(given).name
@@ -102,16 +109,13 @@ def read_config(given: Any) -> Any:
         else:
             forms = ("DIRECTORY with config.json", "CONFIG.json")
             raise UnknownNameError("model", str(given), list(public_models()), forms)
+        named = {"name_or_path": name}
     if not isinstance(given, Mapping) or "model_type" not in given:
         raise ModelError(
             f"cannot predict {given!r:.80}: pass an nn.Module, a transformers config, a dict with "
             "its fields and model_type, a directory with a config.json, or a public name"
         )
-    fields = {key: value for key, value in given.items() if key != "model_type"}
     try:
-        config = transformers.AutoConfig.for_model(given["model_type"], **fields)
+        return transformers.AutoConfig.for_model(**{**given, **named})
     except Exception as error:  # each config class has checks, and errors, of its own
         raise ModelError(f"transformers refuses the config: {one_line(error)}") from error
-    if name:
-        config.name_or_path = name
-    return config

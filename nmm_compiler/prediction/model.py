@@ -147,7 +147,6 @@ class Phase(Record):
 # 16,384 tokens in the cache took up to 1.54 times as long on trn1, others up to 1.28. First tokens
 # of published systems took up to 5.7 times as long: they reach 13 to 42 % of the peak rate there,
 # and the prediction has our kernels in their place.
-_DTYPES = {"bfloat16": "bf16", "float8_e4m3": "fp8"}
 BANDS = {"decode": (-0.3, 0.55), "prefill": (-0.1, 4.7), "pass": (-0.1, 4.7)}
 
 
@@ -198,18 +197,12 @@ class ModelPrediction(Shown, Record):
     dense: ModelPrediction | None = None
 
     @property
-    def told_apart(self) -> bool:
-        """Whether some phase differs from dense by more than the error of the prices."""
-        return any(told_apart(gain, ERRORS[self.price]) for gain in self.gain.values())
-
-    @property
     def form(self) -> str:
         """What the weights are, as `forms.py` names it; "lowrank" of factors that no ratio made."""
-        stored = _DTYPES.get(self.weights, self.weights)
         if self.dense is None:
-            return stored
+            return self.weights
         low_rank = "lowrank" if self.ratio is None else f"lowrank:{self.ratio:g}"
-        return low_rank + (f" {stored}" if self.weights != self.dtype else "")
+        return low_rank + (f" {self.weights}" if self.weights != "bf16" else "")
 
     def phase(self, name: str) -> Phase | None:
         """Return a phase by name."""
@@ -225,11 +218,6 @@ class ModelPrediction(Shown, Record):
         """Time per output token of each sequence; None for a model that does not generate."""
         decode = self.phase("decode")
         return None if decode is None else decode.us
-
-    @property
-    def step_us(self) -> float:
-        """The time that a plan minimizes: the time per token, else that of the pass."""
-        return self.phases[-1].us
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -267,21 +255,13 @@ class ModelPrediction(Shown, Record):
 
     def headline(self, quality: str = "") -> str:
         """Return the one sentence that demo, reports and commands print."""
-        where = f"on {self.target}" + (f", tp {self.tp}" if self.tp > 1 else "")
+        setting = f"(batch {self.batch}, stack {self.stack}) on {self.target}"
+        setting += f", tp {self.tp}" if self.tp > 1 else ""
         if self.dense is None:
             text = " and ".join(f"{_ms(p.us)} ms {_PHASE[p.name]}" for p in self.phases[::-1])
-            return f"predicted {text} (batch {self.batch}, stack {self.stack}) {where}"
+            return f"predicted {text} {setting}"
         gains = [(gain, _PHASE[name]) for name, gain in reversed(self.gain.items())]
-        setting = f"(batch {self.batch}, stack {self.stack}) {where}"
-        return headline(
-            gains, setting, error=ERRORS[self.price], quality=quality, remedy=self.remedy()
-        )
-
-    def remedy(self) -> str:
-        """Return what would make low rank pay where it does not."""
-        if self.tp > 1:
-            return "fewer cores leave each more weight to save, a larger ratio saves more of it"
-        return 'a larger ratio, larger layers (include=["mlp"]) or more tokens at once would help'
+        return headline(gains, setting, error=ERRORS[self.price], quality=quality, remedy=REMEDY)
 
     def parts(self) -> Sequence[Part]:
         """Return headline, memory, what each kind of piece takes, and the lines of each phase."""
@@ -315,7 +295,7 @@ class ModelPrediction(Shown, Record):
         for phase in self.phases:
             gain = f", {self.gain[phase.name]:.2f}x over dense" if self.gain else ""
             title = f"{phase.name}: {_ms(phase.us)} ms{gain}"
-            made.append(Section(title, (_lines_of(phase), _errors_of(phase)), folded=True))
+            made.append(Section(title, (_lines_of(phase),), folded=True))
         return made
 
     def waterfall(self) -> list[Part]:
@@ -326,62 +306,48 @@ class ModelPrediction(Shown, Record):
         drawn: list[tuple[str, list[float]]] = []
         for phase in self.phases:
             both = [model.phase(phase.name) or phase for model in models.values()]
-            found = [{step.name: step for step in one.steps} for one in both]
-            us = [[steps[key].us if key in steps else 0.0 for key in STEPS] for steps in found]
+            us = [{step.name: step.us for step in one.steps} for one in both]
             for name, each in zip(models, us, strict=True):
-                drawn.append((f"{phase.name} {name}".strip(), [one / 1e3 for one in each]))
-            totals = list(map(sum, us))
-            band = _percent(BANDS[phase.name])
-            rows.append((f"{phase.name}: all", *map(_ms, totals), "100", "", band))
-            for key, *each in zip(STEPS, *us, strict=True):
-                told, last = ("-", "", ""), found[-1].get(key)
-                if last is not None:
-                    share, band = f"{100 * last.us / totals[-1]:.0f}", _percent(last.error_band)
-                    told = (share, ", ".join(last.sources), band)
-                if any(each):
-                    shown = (f"{one / 1e3:.3f}" if one else "-" for one in each)
+                drawn.append(
+                    (f"{phase.name} {name}".strip(), [each.get(k, 0) / 1e3 for k in STEPS])
+                )
+            totals = [_ms(one.us) for one in both]
+            rows.append((f"{phase.name}: all", *totals, "100", "", _percent(BANDS[phase.name])))
+            last = {step.name: step for step in phase.steps}
+            for key in STEPS:
+                shown = [f"{each[key] / 1e3:.3f}" if key in each else "-" for each in us]
+                told = ("-", "", "")
+                if key in last:
+                    step = last[key]
+                    share = f"{100 * step.us / phase.us:.0f}"
+                    told = (share, ", ".join(step.sources), _percent(step.error_band))
+                if any(key in each for each in us):
                     rows.append((f"+ {key}", *shown, *told))
         times = tuple(f"{name} ms".strip() for name in models)
         head = ("step", *times, "%", "source", "error")
-        largest = []
-        for phase in self.phases:
-            most = sorted(phase.steps, key=lambda step: -step.us)[:4]
-            said = ", ".join(f"{step.name} {100 * step.us / phase.us:.0f} %" for step in most)
-            largest.append(f"{phase.name}: {said}")
-        chart = bars(drawn, STEPS, "ms", "; ".join(largest))
+        chart = bars(drawn, STEPS, "ms", "what takes the time of a pass")
         return [Grid.of(head, rows, right=(*times, "%")), chart]
 
     def __repr__(self) -> str:
         return f"<ModelPrediction: {self.name}, {self.headline()}>"
 
 
+REMEDY = 'a larger ratio, larger layers (include=["mlp"]), fewer cores or more tokens would help'
+"""What would make low rank pay where it does not."""
 _PHASE = {"prefill": "to first token", "decode": "per token", "pass": "a pass"}
 
 
 def _lines_of(phase: Phase) -> Grid:
-    """Return the table of a phase's lines; the layers are named in its head, where all are alike.
-
-    Paths are never broken, so a prefix that all of them share would widen every row.
-    """
-    prefixes = {line.module.partition("*.")[0] for line in phase.lines if "*." in line.module}
-    prefix, inside = "", ""
-    if len(prefixes) == 1:
-        prefix = f"{prefixes.pop()}*."
-        inside = f" (layers: in {prefix.removesuffix('.')})"
+    """Return the table of a phase's lines; modules are named within their layer."""
     rows = [
         (line.calls, f"{line.each_us:.1f}", f"{line.us / 1e3:.3f}",
-         f"{100 * line.us / phase.us:.0f}", line.kind, line.source,
-         f"{line.module.removeprefix(prefix)}: {line.what}")
+         f"{100 * line.us / phase.us:.0f}", line.kind,
+         f"{line.source} {_percent(line.error_band)}",
+         f"{line.module.rpartition('*.')[2]}: {line.what}")
         for line in sorted(phase.lines, key=lambda line: -line.us)
     ]  # fmt: skip
     right = ("calls", "us each", "ms", "%")
-    return Grid.of((*right, "kind", "source", f"what{inside}"), rows, right)
-
-
-def _errors_of(phase: Phase) -> Text:
-    bands = {line.source: line.error_band for line in phase.lines}
-    errors = ", ".join(f"{source} {_percent(band)}" for source, band in sorted(bands.items()))
-    return Text(f"errors of such lines: {errors}", "note")
+    return Grid.of((*right, "kind", "source, error", "what"), rows, right)
 
 
 def _percent(band: tuple[float, float]) -> str:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from nmm_compiler.errors import ModelError, UnknownNameError
-from nmm_compiler.kernels.base import KernelSpec
+from nmm_compiler.errors import ModelError
+from nmm_compiler.kernels.base import KernelSpec, check_name
 from nmm_compiler.kernels.linear.specs import LowRankSpec
 from nmm_compiler.lowrank_models.modules import lowrank_layers
 from nmm_compiler.lowrank_models.tensor_parallel import linear_roles
@@ -25,7 +25,7 @@ from nmm_compiler.ops.lower import graph_call, lower
 from nmm_compiler.options import DTYPES, LADDER, Options
 from nmm_compiler.passes.graph.capture import all_graphs, collect_values
 from nmm_compiler.passes.pipeline import rewrite
-from nmm_compiler.prediction.meta_models import MetaModel, read_config
+from nmm_compiler.prediction.meta_models import MetaModel, as_given
 from nmm_compiler.prediction.predict import model_phases, prepare
 from nmm_compiler.prices.ways import ways
 
@@ -47,11 +47,8 @@ def model_kernels(
     `tensor_parallel_plan` does by default. progress: called with (setting, done, of how many).
     Raises ModelError for a model that cannot be traced or cut, and where no kernel is found.
     """
-    if dtype not in DTYPES:
-        raise UnknownNameError("dtype", dtype, DTYPES)
-    given = model_or_config
-    if not isinstance(given, nn.Module):
-        given = read_config(given)
+    check_name("dtype", dtype, DTYPES)
+    given = as_given(model_or_config)
     counts = list(dict.fromkeys(tokens))
     settings = [(ratio, tp) for ratio in ratios for tp in tps]
     found: dict[tuple[KernelSpec, str], None] = {}
@@ -60,9 +57,8 @@ def model_kernels(
         model = prepare(given, None if ratio is None else low, dtype, 1).model
         for j, m in enumerate(counts):
             if progress is not None:
-                shown = "as it is" if ratio is None else f"ratio {ratio:g}"
-                at, of = i * len(counts) + j, len(settings) * len(counts)
-                progress(f"{model.name}, {shown}, tp {tp}, {m:,} tokens", at, of)
+                said = f"{model.name}, ratio {ratio or 0:g}, tp {tp}, {m:,} tokens"
+                progress(said, i * len(counts) + j, len(settings) * len(counts))
             if tp == 1:
                 first = model_phases(model, {"batch": 1, "prompt": m, "context": m}, None)[0]
                 found |= dict.fromkeys(_launched(model.module, (), first.inputs(), targets))
@@ -101,13 +97,10 @@ def _shares(
     layers = lowrank_layers(model.module)
     if not roles:
         raise ModelError(f"{model.name} has no tensor-parallel plan; use tp=1")
-    seen: set[tuple[int, ...]] = set()
     for name, layer in layers.items():
         role = roles.get(name)
-        sizes = (layer.in_features, layer.rank, layer.out_features, role == "rowwise")
-        if role is None or sizes in seen:
+        if role is None:
             continue
-        seen.add(sizes)
         cut = layer.in_features if role == "rowwise" else layer.out_features
         if cut % tp:
             field = "k" if role == "rowwise" else "n"

@@ -15,6 +15,7 @@ hbm_write_bytes. The device's total leaves the host out.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import json
@@ -28,6 +29,7 @@ from nmm_compiler.errors import ModelError, NmmError, OptionTypeError
 from nmm_compiler.kernels.base import CORES
 from nmm_compiler.lowrank_models.select import Patterns
 from nmm_compiler.prediction.forms import (
+    BF16,
     DEFAULT,
     Form,
     keeps_quality,
@@ -35,8 +37,8 @@ from nmm_compiler.prediction.forms import (
     quality_of,
     read_form,
 )
+from nmm_compiler.prediction.model import REMEDY, ModelPrediction, Phase
 from nmm_compiler.prediction.model import Line as PhaseLine
-from nmm_compiler.prediction.model import ModelPrediction, Phase
 from nmm_compiler.prediction.predict import predict
 from nmm_compiler.prediction.stacks import STACKS
 from nmm_compiler.prices.kernel import noted_kernels, price_many
@@ -46,8 +48,8 @@ from nmm_compiler.report.charts import gain_bars
 from nmm_compiler.report.headline import told_apart
 from nmm_compiler.report.parts import Drawing, Grid, Line, Part, Section
 from nmm_compiler.report.shown import Shown
+from nmm_compiler.report.text import as_text
 
-DENSE = read_form("bf16")
 _TEXT = ("target", "weights", "quality")  # columns that hold words
 SETTING = ("target", "tp", "batch", "prompt", "context")
 """Arguments of `predict` that a plan crosses, and fields of what it returns."""
@@ -70,28 +72,15 @@ class Change(Record):
     told_apart: bool
     fits: bool
 
-    def cells(self) -> tuple[str, ...]:
-        """Return the row of a table."""
-        note = "" if self.told_apart else "not told apart"
-        return (
-            self.name, f"{self.us / 1e3:.2f}", f"{self.gain:.2f}x",
-            note if self.fits else "DOES NOT FIT",
-        )  # fmt: skip
-
 
 def settings(base: ModelPrediction) -> dict[str, dict[str, Any]]:
     """Return each change of one thing by its name: what `predict` is given instead."""
     forms = ("bf16", "fp8", "mxfp4+32fp8")
-    stored = {name: {"weights": base.dtype, **read_form(name).predicted()} for name in forms}
     other = 1 if base.lnc > 1 else 2
     size = "prompt" if base.phase("decode") is None else "context"
     half = max(1, getattr(base, size) // 2)
     return {
-        **{
-            f"weights {name}": given
-            for name, given in stored.items()
-            if given["weights"] != base.weights
-        },
+        **{f"weights {name}": {"weights": name} for name in forms if name != base.weights},
         f"{other} physical core{'s' * (other > 1)} a logical one": {"lnc": other},
         f"tp {2 * base.tp}": {"tp": 2 * base.tp},
         f"tp {base.tp // 2}": {"tp": base.tp // 2},
@@ -113,36 +102,29 @@ def changes(
     for name, changed in settings(base).items():
         with contextlib.suppress(NmmError):
             others[name] = again(**changed)
-    found = []
-    for name, other in others.items():
-        tokens = other.batch / base.batch * (other.prompt / base.prompt)
-        found.append((name, other.step_us, tokens, other.memory.fits))
-    lines = base.phases[-1].lines
-    launches = [line for line in lines if line.module == "(program)" and line.source == "fitted"]
-    layers = max((line.calls for line in lines if "*" in line.module), default=0)
-    if launches and 0 < layers < launches[0].calls:  # the gaps between a layer's launches saved
-        saved = (launches[0].calls - layers) * launches[0].each_us
-        found.append(("one launch a layer", base.step_us - saved, 1.0, base.memory.fits))
+    last = base.phases[-1]
+    layers = max((line.calls for line in last.lines if "*" in line.module), default=0)
+    fewer = tuple(
+        dataclasses.replace(line, calls=layers)
+        if (line.module, line.source) == ("(program)", "fitted") and line.calls > layers > 0
+        else line
+        for line in last.lines
+    )
+    if fewer != last.lines:
+        phases = (*base.phases[:-1], dataclasses.replace(last, lines=fewer))
+        others["one launch a layer"] = dataclasses.replace(base, phases=phases)
     made = []
-    for name, us, tokens, fits in found:
-        gain = base.step_us / us * tokens
+    for name, other in others.items():
+        us, tokens = other.phases[-1].us, other.batch / base.batch * (other.prompt / base.prompt)
+        gain = base.phases[-1].us / us * tokens
         told = told_apart(gain, ERRORS[base.price])
+        fits = other.memory.fits
         made.append(Change(name=name, us=us, gain=gain, told_apart=told, fits=fits))
     return tuple(sorted(made, key=lambda change: -change.gain))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measured(Record):
-    """What a file says of one pass, in microseconds; None where it does not.
-
-    us: of the pass. collectives_us: in which at least one collective was active. hbm_bytes: read
-    and written by one core. with_host: whether the pass has the host's part in it.
-    """
-
-    us: float
-    with_host: bool
-    collectives_us: float | None = None
-    hbm_bytes: int | None = None
+Measured = Mapping[str, float]
+"""The numbers of a file by name: "ms", of one pass with the host's part, or a profiler's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,37 +136,23 @@ class Difference(Record):
     measured_us: float
     note: str = ""
 
-    def cells(self) -> tuple[str, ...]:
-        """Return the row of a table."""
-        times = f"{self.predicted_us / 1e3:.3f}", f"{self.measured_us / 1e3:.3f}"
-        return (self.step, *times, self.note)
-
 
 def read_measured(text: str, name: str) -> Measured:
     """Return what a file says; raises OptionTypeError where it is neither form."""
     found: Any = None
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         found = json.loads(text)
-    if isinstance(found, (int, float)) and not isinstance(found, bool) and found > 0:
-        return Measured(us=1e3 * found, with_host=True)
     while isinstance(found, (dict, list)) and "total_time" not in found:
         found = found.get("summary") if isinstance(found, dict) else (found or [None])[0]
-    given = found if isinstance(found, dict) else {}
+    given = found if isinstance(found, dict) else {"ms": found}
     numbers = {
-        key: value for key, value in given.items()
+        key: float(value) for key, value in given.items()
         if isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
     }  # fmt: skip
-    if not numbers.get("total_time"):
+    if not (numbers.get("ms") or numbers.get("total_time")):
         wanted = "a number of milliseconds, or the summary JSON of Neuron Explorer with total_time"
         raise OptionTypeError("measured", name, wanted)
-    moved = [numbers[key] for key in ("hbm_read_bytes", "hbm_write_bytes") if key in numbers]
-    collectives = numbers.get("cc_op_active_time")
-    return Measured(
-        us=1e6 * numbers["total_time"],
-        with_host=False,
-        collectives_us=None if collectives is None else 1e6 * collectives,
-        hbm_bytes=int(sum(moved)) if moved else None,
-    )
+    return numbers
 
 
 def differences(phase: Phase, measured: Measured, bytes_per_second: float) -> list[Difference]:
@@ -192,23 +160,27 @@ def differences(phase: Phase, measured: Measured, bytes_per_second: float) -> li
 
     bytes_per_second: of one logical core, by which measured bytes become time.
     """
+    if "total_time" not in measured:
+        us = 1e3 * measured["ms"]
+        return [Difference(step="the pass", predicted_us=phase.us, measured_us=us)]
     steps = {step.name: step.us for step in phase.steps}
-    whole, host = "the pass", 0.0
-    if not measured.with_host:
-        whole, host = "the pass on the device", steps.pop("host and stack", 0.0)
-    moved = None if measured.hbm_bytes is None else 1e6 * measured.hbm_bytes / bytes_per_second
-    told = {"bytes at the full rate": moved, "collectives": measured.collectives_us}
+    predicted = phase.us - steps.pop("host and stack", 0.0)
+    us = 1e6 * measured["total_time"]
+    moved = [measured[one] for one in ("hbm_read_bytes", "hbm_write_bytes") if one in measured]
+    told = {"bytes at the full rate": sum(moved) / bytes_per_second} if moved else {}
+    if "cc_op_active_time" in measured:
+        told["collectives"] = measured["cc_op_active_time"]
     made = [
-        Difference(step=name, predicted_us=steps.pop(name, 0.0), measured_us=us)
-        for name, us in told.items()
-        if us is not None
+        Difference(step=name, predicted_us=steps.pop(name, 0.0), measured_us=1e6 * seconds)
+        for name, seconds in told.items()
     ]
     if made:
-        left = max(0.0, measured.us - sum(one.measured_us for one in made))
+        left = max(0.0, us - sum(one.measured_us for one in made))
         rest, names = sum(steps.values()), ", ".join(steps)
         made.append(Difference(step="the rest", predicted_us=rest, measured_us=left, note=names))
-    first = Difference(step=whole, predicted_us=phase.us - host, measured_us=measured.us)
-    return [first, *made]
+    return [
+        Difference(step="the pass on the device", predicted_us=predicted, measured_us=us), *made
+    ]  # fmt: skip
 
 
 def verdict(made: Sequence[Difference], band: tuple[float, float]) -> str:
@@ -216,17 +188,12 @@ def verdict(made: Sequence[Difference], band: tuple[float, float]) -> str:
     whole, *steps = made
     ratio = whole.measured_us / whole.predicted_us
     inside = 1.0 + band[0] <= ratio <= 1.0 + band[1]
-    said = (
-        f"measured is {ratio:.2f}x of predicted, "
-        f"{'within' if inside else 'beyond'} what published runs took"
-    )
-    lost = {one.measured_us - one.predicted_us: one.step for one in steps}
-    if not lost:
-        return said + "; a profiler's summary would tell which step"
-    if max(lost) <= 0.0:
-        return said + "; no step is slower than predicted"
-    worst = max(lost)
-    return said + f"; slowest against its prediction: {lost[worst]}, {worst / 1e3:+.3f} ms"
+    said = f"{'within' if inside else 'beyond'} what published runs took"
+    lost = {one.step: (one.measured_us - one.predicted_us) / 1e3 for one in steps}
+    if lost:
+        worst = max(lost, key=lost.__getitem__)
+        said += f"; slowest against its prediction: {worst}, {lost[worst]:+.3f} ms"
+    return f"measured is {ratio:.2f}x of predicted, {said}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,22 +227,18 @@ class Plan(Shown, Record):
             return [self._said_of(t) for t in dict.fromkeys(p.target for p in self.predictions)]
         low = [p for p in self.predictions if p.gain]
         if not low:
-            why = "could be predicted" if self.refused else "was asked for"
-            return [f"no form to compare: only {self.predictions[0].form} {why}"]
+            return [f"no form to compare: {self.predictions[0].form} alone is predicted"]
         if self.best is None:
             nearest = max(low, key=lambda p: p.step_gain)
-            verb = "is told apart from dense" if nearest.step_gain > 1.0 else "pays"
             return [
-                f"no setting {verb}: the nearest is {_setting(nearest)} with "
-                f"{nearest.step_gain:.2f}x; {nearest.remedy()}"
+                f"no setting pays beyond the error of its prices: the nearest is "
+                f"{_setting(nearest)} with {nearest.step_gain:.2f}x; {REMEDY}"
             ]
         said = [f"pays most: {_setting(self.best)}: {self.best.headline()}"]
-        layers = layer_gains(self.best)
+        layers = [f"{name} {gain:.2f}x" for name, gain in layer_gains(self.best).items()]
         if layers:
-            text = ", ".join(f"{name} {gain:.2f}x" for name, gain in layers.items())
-            poor = ", ".join(name for name, gain in layers.items() if gain < 1.0)
-            leave = f"; leave {poor} dense (--exclude)" if poor else ""
-            said.append(f"by layers, {self.best.phases[-1].name}: {text}{leave}")
+            said.append(f"by layers, {self.best.phases[-1].name}: {', '.join(layers)}; what is "
+                        "below 1 can stay dense (--exclude)")  # fmt: skip
         return said
 
     def best_form(self, target: str) -> str | None:
@@ -304,34 +267,25 @@ class Plan(Shown, Record):
     def _said_of(self, target: str) -> str:
         """Return which form a target is to take, and what it gains over each other one."""
         forms, best = self._forms_on(target), self.best_form(target)
-        if not any(fits for _, fits, _ in forms.values()):
-            return f"{target}: no form fits a core's memory; share the model over more (--tp)"
         if best is None:
-            return f"{target}: no form that fits is known to keep the quality"
-        gain, _, needed = forms.pop(best)
-        error = ERRORS[self.predictions[0].price]
-        said = [f"{target}: take {best}"]
-        quality = quality_of(best)
-        if quality is not None and quality[1] != (1.0, 1.0):
-            said[0] += " ({:.2f} and {:.2f} times the perplexity of bf16)".format(*quality[1])
-        for form, (other, fits, held) in forms.items():
-            over = gain / other
-            times = f"{over:.2f}x over {form}"
+            return (
+                f"{target}: no form that fits a core's memory is known to keep the quality; more "
+                "cores (--tp) hold more"
+            )
+        gain, error = forms.pop(best)[0], ERRORS[self.predictions[0].price]
+        said = []
+        for form, (other, fits, _) in forms.items():
+            over, note = gain / other, ""
             if not fits:
-                said.append(f"{times}, which does not fit")
-            elif over < 1.0:
-                why = "is not known to keep" if quality_of(form) is None else "does not keep"
-                said.append(f"{form} is faster and {why} the quality")
+                note = ", which does not fit"
+            elif not keeps_quality(form) and over < 1.0:
+                note = ", which is not known to keep the quality"
             elif form.startswith("lowrank"):
-                said.append(f"{times}: low rank alone loses")
-            elif told_apart(over, error):
-                said.append(times)
-            else:
-                said.append(
-                    f"not told apart from {form} in time ({over:.2f}x, error {100 * error:.0f} %), "
-                    f"with {needed / held:.2f} of its memory"
-                )
-        return "; ".join(said)
+                note = ": low rank alone loses"
+            elif not told_apart(over, error):
+                note = f", not told apart (error {100 * error:.0f} %)"
+            said.append(f"{over:.2f}x over {form}{note}")
+        return "; ".join([f"{target}: take {best}", *said])
 
     def over_first(self, p: ModelPrediction, phase: int = -1) -> float:
         """Return how many times faster a prediction is than the first form of its setting."""
@@ -349,20 +303,33 @@ class Plan(Shown, Record):
                 *base.waterfall(),
                 Line(str(STACKS[base.stack]), "note"),
                 Line(f"what would change it: {_setting(base)}", "headline"),
-                Grid.of(("with", *times, ""), [c.cells() for c in self.changes], right=times),
+                Grid.of(("with", *times, ""), [
+                    (c.name, f"{c.us / 1e3:.2f}", f"{c.gain:.2f}x",
+                     "DOES NOT FIT" if not c.fits else "" if c.told_apart else "not told apart")
+                    for c in self.changes
+                ], right=times),
                 gain_bars([(one.name, one.gain, one.told_apart) for one in self.changes],
                           "times as many tokens a second with one thing changed"),
             ]  # fmt: skip
         if self.differences:
             times = ("predicted ms", "measured ms")
             said = verdict(self.differences, self.predictions[0].error_band)
-            rows = [one.cells() for one in self.differences]
+            rows = [
+                (
+                    one.step,
+                    f"{one.predicted_us / 1e3:.3f}",
+                    f"{one.measured_us / 1e3:.3f}",
+                    one.note,
+                )
+                for one in self.differences
+            ]
             made += [Line(said, "headline"), Grid.of(("step", *times, ""), rows, right=times)]
         low = [p for p in self.predictions if p.gain][:40]
         if low and not self.changes:
-            gains = [(_setting(p), p.step_gain, ERRORS[p.price]) for p in low]
-            bars = [(name, gain, told_apart(gain, error)) for name, gain, error in gains]
-            made.append(gain_bars(bars, "times as fast as dense, by setting"))
+            gains = [
+                (_setting(p), p.step_gain, told_apart(p.step_gain, ERRORS[p.price])) for p in low
+            ]
+            made.append(gain_bars(gains, "times as fast as dense, by setting"))
         if self.best is not None:
             detail = tuple(self.best.parts())
             made.append(Section("the best setting in detail", detail, folded=True))
@@ -376,21 +343,18 @@ class Plan(Shown, Record):
         same = [i for i in range(len(SETTING)) if len({row[i] for row in rows}) == 1]
         shown = [i for i in range(len(head)) if i not in same]
         grid = [tuple(row[i] for i in shown) for row in rows]
-        forms = [p.form for p in self.predictions]
         return [
             Line("in all: " + ", ".join(f"{head[i]} {rows[0][i]}" for i in same)),
             Grid.of([head[i] for i in shown], grid, [h for h in head if h not in _TEXT]),
             Line("predicted, not measured; gains are over the first form of the setting, our dense "
                  "kernels; by bytes: ms that the kernels' bytes take at the full rate; GiB that a "
                  "core needs, NO where it has less", "note"),
-            *(Line(text, "note") for text in notes_on(forms)),
+            *(Line(text, "note") for text in notes_on([p.form for p in self.predictions])),
             *(Line(f"{one.setting}: {one.reason}", "warning") for one in self.refused),
         ]  # fmt: skip
 
     def table(self, width: int | None = None) -> str:
         """Return verdict and table as text; only the page has the chart and the best setting."""
-        from nmm_compiler.report.text import as_text
-
         short = [p for p in self.parts() if not isinstance(p, (Drawing, Section))]
         return as_text(short, width)
 
@@ -443,8 +407,8 @@ def plan(
         made: list[tuple[Form, ModelPrediction]] = []
         refused: list[Refused] = []
         for i, (setting, form) in enumerate(wanted):
-            named = " ".join(f"{name} {size}" for name, size in setting.items())
-            named = named.removeprefix("target ")
+            sizes = (f"{name} {setting[name]}" for name in SETTING[1:])
+            named = " ".join([str(setting["target"]), *sizes])
             if progress is not None:
                 progress(doing + named, i, len(wanted))
             try:
@@ -455,8 +419,8 @@ def plan(
             raise ModelError(f"nothing could be predicted: {refused[0].reason}")
         told: tuple[Change, ...] = ()
         (form, base), *_ = made
-        if len(settings) == 1 and form == DENSE:
-            again = functools.partial(predicted, settings[0], DENSE, price=price)
+        if len(settings) == 1 and form == BF16:
+            again = functools.partial(predicted, settings[0], BF16, price=price)
             told = changes(base, again, {p.ratio: p for _, p in made if p.ratio is not None})
         rate = machine_target(base.target).memory_bytes_per_second * lnc
         steps = () if measured is None else differences(base.phases[-1], measured, rate)
@@ -479,15 +443,15 @@ def plan(
 
 def layer_gains(prediction: ModelPrediction) -> dict[str, float]:
     """Return how much faster each kind of layer's kernels are than dense, in the last phase."""
-    if prediction.dense is None:
-        return {}
 
     def layer_of(line: PhaseLine) -> str:
         """Return the layer of a kernel or a collective: self_attn, mlp, ..., else ""."""
         inside = "*." in line.module and line.kind in ("kernel", "all_reduce", "all_gather")
         return line.module.rpartition("*.")[2].split(".")[0] if inside else ""
 
-    before, after = (p.phases[-1].by(layer_of) for p in (prediction.dense, prediction))
+    before, after = (
+        p.phases[-1].by(layer_of) for p in (prediction.dense or prediction, prediction)
+    )
     return {name: before[name] / after[name] for name in before if name and after.get(name)}
 
 

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from nmm_compiler.codegen.machine_target import machine_target
-from nmm_compiler.errors import ModelError, OptionTypeError, UnknownNameError
-from nmm_compiler.kernels.base import CORES, item_bytes
+from nmm_compiler.errors import ModelError, OptionTypeError
+from nmm_compiler.kernels.base import CORES, check_name, check_sizes, item_bytes
 from nmm_compiler.kernels.tiling import tiles
 from nmm_compiler.lowrank_models.apply import compress, count_parameters
 from nmm_compiler.lowrank_models.experts import StackedBase
@@ -25,18 +26,18 @@ from nmm_compiler.lowrank_models.hf_layers import SavedLayers
 from nmm_compiler.lowrank_models.meta_copies import MetaModel, example_inputs, shorten
 from nmm_compiler.lowrank_models.quantize import QuantizedLinear
 from nmm_compiler.lowrank_models.select import Patterns
-from nmm_compiler.options import DTYPES, WEIGHTS
+from nmm_compiler.options import DTYPES
 from nmm_compiler.prediction.experts import (
     check_routing,
     experts_as_calls,
     routed,
     sum_shared_once,
 )
-from nmm_compiler.prediction.forms import read_form
+from nmm_compiler.prediction.forms import BF16, read_form
 from nmm_compiler.prediction.meta_models import (
+    as_given,
     dense_config,
     meta_model,
-    read_config,
     saved_layers,
 )
 from nmm_compiler.prediction.model import Line, Memory, ModelPrediction, Phase
@@ -83,9 +84,9 @@ def predict(
         lnc: physical cores of a logical one: 1, as our kernels run, or 2, as AWS's software on
             trn2 and trn3 does by default.
         dtype: default bfloat16, and a module's own.
-        weights: what the stored matrices are, default `dtype`: also float8_e4m3, or a form of few
-            bits as `nmm plan --forms` names it: "mxfp4", "mxfp4+64" with a branch. The head, which
-            `compress` leaves, is then float8_e4m3.
+        weights: what the stored matrices are, default `dtype`: also a form of few bits as `nmm plan
+            --forms` names it: "fp8", "mxfp4", "mxfp4+64" with a branch. The head, which `compress`
+            leaves, is then fp8.
         ratio: the share of parameters that `compress` would remove, from layers that get slower
             too.
         rank: the ranks that `compress` would take; neither a ratio nor a rank: the model as it
@@ -109,57 +110,39 @@ def predict(
 
     Raises:
         ModelError: the model cannot be traced or cut.
-        UnknownNameError, OptionTypeError: for bad arguments.
+        UnknownNameError, OptionTypeError, ShapeError: for bad arguments.
         ModelError: as `compress` raises it.
     """
-    sizes = {"prompt": prompt, "context": context, "batch": batch, "tp": tp}
-    for name, size in sizes.items():
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise OptionTypeError(name, size, "a whole number of at least 1")
+    check_sizes("predict", {"prompt": prompt, "context": context, "batch": batch, "tp": tp})
     chip = machine_target(target)
     most = chip.physical_cores_per_logical_core
     if lnc not in range(1, most + 1):
-        said = "1 physical core" if most == 1 else "1 or 2 physical cores"
-        raise OptionTypeError("lnc", lnc, f"{said} for a logical one of {chip.name}")
+        wanted = f"at most {most} physical core{'s' * (most > 1)} for a logical one of {chip.name}"
+        raise OptionTypeError("lnc", lnc, wanted)
     if dtype is None:  # a module's own, bfloat16 for what has none yet
         parameters = model_or_config.parameters() if isinstance(model_or_config, nn.Module) else ()
         first = next((p.dtype for p in parameters if p.is_floating_point()), torch.bfloat16)
         dtype = str(first).removeprefix("torch.")
-    weights = dtype if weights is None else weights
-    for kind, value, known in (
-        ("dtype", dtype, DTYPES),
-        ("price", price, tuple(PRICES)),
-    ):
-        if value not in known:
-            raise UnknownNameError(kind, value, known)
-    stack = stack_named(stack).name
-    if weights not in DTYPES:
-        form = read_form(weights)
-        if not form.base:
-            raise UnknownNameError("weights", weights, WEIGHTS)
-        form.check(chip)
-        if form.rank and (ratio is not None or rank is not None):
-            raise OptionTypeError("weights", weights, "it without a ratio or a rank of factors")
-    wanted = ratio is not None or rank is not None
-    if not wanted and (include is not None or exclude is not None):
+    check_name("dtype", dtype, DTYPES)
+    check_name("price", price, tuple(PRICES))
+    low_rank = ratio is not None or rank is not None
+    form = BF16 if weights is None else read_form(weights)
+    form.check(chip)
+    if form.rank and low_rank:
+        raise OptionTypeError("weights", weights, "it without a ratio or a rank of factors")
+    if not low_rank and (include is not None or exclude is not None):
         raise OptionTypeError("include", include or exclude, "it with a ratio or a rank")
-    given = original = model_or_config
-    saved = False
-    if not isinstance(given, nn.Module):
-        given = read_config(given)
-        original = dense_config(given)
-        saved = saved_layers(given) is not None
-    if dense is not None:
-        original = dense if isinstance(dense, nn.Module) else read_config(dense)
-    machine = Machine(chip, lnc, tp, weights, price, stack)
+    given = as_given(model_or_config)
+    original = dense_config(given) if dense is None else as_given(dense)
+    machine = Machine(chip, lnc, tp, form, price, stack_named(stack).name)
     setting = {"prompt": prompt, "context": context, "batch": batch}
     counts = check_routing(routing or (), routing)
     made = functools.partial(_prediction, machine, target, dtype, setting, inputs, counts, norms)
     before = made(original)
-    if not (wanted or saved or dense is not None):
+    if not low_rank and dense is None and saved_layers(given) is None:
         return before
     low = {"ratio": ratio, "rank": rank, "include": include, "exclude": exclude}
-    return made(given, low if wanted else None, before)
+    return made(given, low if low_rank else None, before)
 
 
 @dataclass
@@ -206,21 +189,18 @@ def _prediction(
 
     named: the target, as given. A config's model is kept: a plan asks for it many times.
     """
-    kept, key = _KEPT, ""
-    if isinstance(given, nn.Module) or inputs is not None:
-        kept = {}
-    else:
+    key = ""
+    if not isinstance(given, nn.Module) and inputs is None:
         config = {**given.to_dict(), "name_or_path": given.name_or_path}
         key = json.dumps([config, low, dtype, machine.tp], default=str, sort_keys=True)
-    if key not in kept:
-        kept[key] = prepare(given, low, dtype, machine.tp)
-        while len(kept) > _KEPT_MOST:
-            del kept[next(iter(kept))]
-    prepared = kept[key]
+    prepared = _KEPT.get(key) or prepare(given, low, dtype, machine.tp)
+    if key:
+        _KEPT[key] = prepared
+    if len(_KEPT) > _KEPT_MOST:
+        del _KEPT[next(iter(_KEPT))]
     model = prepared.model
     output = getattr(model.module, "get_output_embeddings", lambda: None)()
-    heads = [name for name, one in model.module.named_modules() if one is output]
-    head = heads[0] if heads else ""
+    head = next((name for name, one in model.module.named_modules() if one is output), "")
     asked = model_phases(model, setting, inputs)
     layers = sum(map(len, model.layers.values()))
     inside = norms and STACKS[machine.stack].kernels == "ours"
@@ -239,7 +219,7 @@ def _prediction(
         name=model.name,
         target=machine.target.name,
         dtype=dtype,
-        weights=machine.weights,
+        weights=machine.form.name,
         **setting,
         tp=machine.tp,
         lnc=machine.lnc,
@@ -300,10 +280,7 @@ def model_phases(model: MetaModel, setting: Mapping[str, int], inputs: Any) -> l
     """Return the phases of a model: prefill and decode, or one pass."""
     batch, prompt, context = (setting[name] for name in ("batch", "prompt", "context"))
     if inputs is not None:
-        named = isinstance(inputs, Mapping)
-        values = inputs.values() if isinstance(inputs, Mapping) else inputs
-        moved = [v.to("meta") if isinstance(v, torch.Tensor) else v for v in values]
-        given = dict(zip(inputs, moved, strict=True)) if named else tuple(moved)
+        given = tree_map_only(torch.Tensor, lambda t: t.to("meta"), inputs)
         return [PhaseInputs("pass", batch, prompt, lambda: given)]
     module: Any = model.module
     once = example_inputs(module, prompt, batch)
@@ -332,12 +309,14 @@ def model_phases(model: MetaModel, setting: Mapping[str, int], inputs: Any) -> l
 
     def cache_bytes() -> int:
         """Return the bytes of all layers that the traced ones stand for."""
-        held, total = cache().layers, 0
+        held = cache().layers
         times = [len(every) for every in model.layers.values()] or [1] * len(held)
-        for layer, count in zip(held, times, strict=False):
-            numbers = [v for v in vars(layer).values() if isinstance(v, torch.Tensor) and v.is_meta]
-            total += count * sum(t.nbytes for t in numbers)
-        return total
+        return sum(
+            count * value.nbytes
+            for layer, count in zip(held, times, strict=False)
+            for value in vars(layer).values()
+            if isinstance(value, torch.Tensor) and value.is_meta
+        )
 
     return [
         PhaseInputs("prefill", batch, prompt, prefill),
@@ -379,14 +358,17 @@ def _phase(
     launches = sum(line.calls * line.launches for line in lines)
     stack = STACKS[machine.stack]
     between: Any = {"module": "(program)", "kind": "gaps"}
-    gap, host = "from one kernel or region to the next", "one call with its result read back"
     lines += [
-        line_of(stack.launch_gap_us, "fitted", gap, calls=launches, **between),
-        line_of(stack.host_us, stack.host_from, host, module="(host)", kind="call"),
-    ]
+        line_of(
+            stack.launch_gap_us, "fitted", "from one kernel or region to the next",
+            calls=launches, **between,
+        ),
+        line_of(
+            stack.host_us, stack.host_from, "one call with its result read back",
+            module="(host)", kind="call",
+        ),
+    ]  # fmt: skip
     if stack.program_gap_us:
-        program = "from one program to the next"
-        lines.append(
-            line_of(stack.program_gap_us, "published law", program, calls=layers + 1, **between)
-        )
+        law = stack.program_gap_us, "published law", "from one program to the next"
+        lines.append(line_of(*law, calls=layers + 1, **between))
     return Phase(name=name, lines=tuple(lines), tokens=batch)

@@ -34,7 +34,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from nmm_compiler.errors import ShapeError, SpecError
+from nmm_compiler.errors import SpecError
 from nmm_compiler.kernels.base import KernelSpec
 from nmm_compiler.kernels.experts.spec import ExpertsSpec
 from nmm_compiler.kernels.linear.corrected import CorrectedMLPSpec, CorrectedSpec
@@ -42,8 +42,7 @@ from nmm_compiler.kernels.linear.layer import NORMED
 from nmm_compiler.kernels.linear.spec import LinearSpec
 from nmm_compiler.kernels.linear.specs import GatedMLPSpec, GatedMLPUpSpec, MatmulSpec
 from nmm_compiler.kernels.number_formats import FP8
-from nmm_compiler.options import DTYPES
-from nmm_compiler.prediction.forms import Form, read_form
+from nmm_compiler.prediction.forms import BF16, Form, read_form
 from nmm_compiler.prediction.model import Line
 from nmm_compiler.prediction.tensor_parallel import COLLECTIVES
 from nmm_compiler.prediction.walk import Piece
@@ -64,9 +63,6 @@ BANDS = {
     "fitted": (0.6, 2.0, "one constant, chosen on the published runs marked calibrate"),
 }
 
-# Engine passes over a tile of scores: a published fused kernel takes 28 us for 512 and 188 us for
-# 2048 tokens of one head of 128 features on trn2, so 160 us for 3.93 M scores more.
-SCORE_PASSES = 5.0
 # Share of the HBM rate at which decode reads the cache: 5 to 11 ns per token and layer were
 # published for Llama-2 70b and 13b on trn1 with one and two key heads (512 B a token and head).
 CACHE_RATE_SHARE = 0.23
@@ -77,26 +73,21 @@ class Machine:
     """The hardware: a target, physical cores per logical one, logical cores that share the model.
 
     stack: what runs the programs there (`stacks.STACKS`).
-    lnc: 1 is how our kernels run. weights: what stored matrices are: a dtype, or the name of a form
-    of few bits. price: of a kernel, one of `prices.kernel.PRICES`.
+    lnc: 1 is how our kernels run. form: of the weights. price: of a kernel, one of
+    `prices.kernel.PRICES`.
     """
 
     target: Target
     lnc: int = 1
     tp: int = 1
-    weights: str = "bfloat16"
+    form: Form = BF16
     price: str = "simulated"
     stack: str = "own"
 
     @property
-    def form(self) -> Form:
-        """The form of the weights; its base is "" for a dtype of 16 or 32 bits."""
-        return Form(name="bf16") if self.weights in DTYPES else read_form(self.weights)
-
-    @property
     def of_head(self) -> Machine:
         """The same for the output head, which has no weights of four bits and no branch: fp8."""
-        return dataclasses.replace(self, weights=FP8) if self.form.base else self
+        return dataclasses.replace(self, form=read_form("fp8")) if self.form.base else self
 
     @property
     def bytes_per_second(self) -> float:
@@ -185,26 +176,16 @@ def kernel_price(spec: KernelSpec, machine: Machine) -> Line:
 
 def _attention(piece: Piece, machine: Machine) -> Line:
     """Return the price of our kernel; a bound or a law where there is none."""
-    assert piece.attention is not None
     for (spec,) in piece.ways:
         ours = kernel_price(spec, machine)
         if ours.source != "bound":
             return ours
-    batch, heads, _, queries, keys, features, causal = piece.attention
-    target = machine.target
-    memory = piece.bytes / machine.bytes_per_second
-    if queries == 1:
-        us = 1e6 * memory / CACHE_RATE_SHARE
-        how = f"{keys:,} tokens in the cache, {heads} heads"
-        return line_of(us, "published law", how, bytes_us=1e6 * memory, floor_us=1e6 * memory)
-    scores = batch * heads * queries * keys * (0.5 if causal else 1.0) / machine.lnc
-    lanes = target.partitions
-    engines = SCORE_PASSES * scores / (lanes * target.vector_clock_hz)
-    passes = 2 * scores * math.ceil(features / lanes) / lanes
-    tensor = passes / target.tensor_clock_hz
-    how = f"{queries:,} x {keys:,} scores, {heads} heads{', causal' if causal else ''}"
-    moved, floor = 1e6 * memory, 1e6 * max(memory, tensor)
-    return line_of(max(floor, 1e6 * engines), "bound", how, bytes_us=moved, floor_us=floor)
+    if piece.queries > 1:
+        return _bound(piece, machine)
+    memory = 1e6 * (piece.bytes / machine.bytes_per_second)
+    how = f"{piece.bytes:,} B of the cache"
+    us = memory / CACHE_RATE_SHARE
+    return line_of(us, "published law", how, bytes_us=memory, floor_us=memory)
 
 
 def _bound(piece: Piece, machine: Machine) -> Line:
@@ -238,8 +219,7 @@ def in_form(spec: Any, form: Form, target: Target) -> Any:
     x has the format of fp8 weights, too, unless its norm is inside.
     """
     changes: dict[str, Any] = {}
-    packed: str = getattr(spec, "weight", "")
-    if packed or not form.base:
+    if getattr(spec, "weight", "") or not form.base:
         return spec
     if isinstance(spec, ExpertsSpec):
         changes = {
@@ -249,10 +229,9 @@ def in_form(spec: Any, form: Form, target: Target) -> Any:
     elif form.base == "fp8" and hasattr(spec, "scales"):
         x_dtype = None if spec.norm == "none" else spec.dtype
         changes = {"dtype": FP8, "scales": "channel", "x_dtype": x_dtype}
-    with contextlib.suppress(ShapeError, SpecError):
+    with contextlib.suppress(*NO_KERNEL):
         made = dataclasses.replace(spec, **changes)
-        if isinstance(spec, ExpertsSpec):
-            made.check(target)
+        made.check(target)
         return made
     return spec
 
@@ -283,14 +262,12 @@ def _corrected(row: Row, form: Form) -> CorrectedSpec:
     ranks = [one.rank(branch) for one in every for branch in getattr(one, "branches", ())]
     if any(ranks) or not all(isinstance(one, (MatmulSpec, GatedMLPUpSpec)) for one in every):
         raise SpecError(f"{every[0].short()} is no dense kernel")
-    kept, *others = ({name: getattr(one, name) for name in _PLAIN} for one in every)
-    if any(fields != kept for fields in others):
-        raise SpecError("products of different inputs")
-    kept |= {"rank": form.rank, "weight": form.base, "branch": form.branch}
     first = every[0]
+    kept = {name: getattr(first, name) for name in _PLAIN}
+    kept |= {"rank": form.rank, "weight": form.base, "branch": form.branch}
     if isinstance(first, GatedMLPUpSpec):
         return CorrectedMLPSpec(**kept, n=first.n, down=isinstance(first, GatedMLPSpec))
-    if not others:
+    if len(every) == 1:
         return CorrectedSpec(**kept, n=first.n, bias=first.bias)
     outputs, biases = (tuple(getattr(one, name) for one in every) for name in ("n", "bias"))
     return CorrectedSpec(**kept, n=outputs, bias=biases)

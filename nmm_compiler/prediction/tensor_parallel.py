@@ -48,9 +48,12 @@ _library.impl("all_reduce", lambda x: torch.empty_like(x), "Meta")
 _library.impl("all_gather", lambda x, features: x.new_empty(*x.shape[:-1], features), "Meta")
 
 
-def summed(module: nn.Module, given: Any, y: Tensor) -> Tensor:
-    """Add up what the cores have of a linear that was cut by input features, or of experts."""
-    return torch.ops.nmm_prediction.all_reduce(y)
+def summed(module: nn.Module, given: Any, made: Any) -> Any:
+    """Add up what the cores have of a linear that was cut by input features, of experts, or of a
+    block of experts, behind whose tokens each core has the router's numbers."""
+    if isinstance(made, tuple):
+        return (summed(module, given, made[0]), *made[1:])
+    return torch.ops.nmm_prediction.all_reduce(made)
 
 
 def _gather(features: int, linear: nn.Module, given: Any, y: Tensor) -> Tensor:

@@ -23,7 +23,6 @@ from nmm_compiler.codegen.choose import choose, rank, simulated
 from nmm_compiler.codegen.code_digests import code_fields
 from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.codegen.tuned import tuned_choice
-from nmm_compiler.codegen.workers import cores
 from nmm_compiler.errors import CapacityError, NmmError, ShapeError, SpecError
 from nmm_compiler.kernels.base import WEIGHTS, KernelSpec
 from nmm_compiler.kernels.experts.spec import ExpertsSpec
@@ -114,8 +113,8 @@ def launches_of(spec: KernelSpec) -> dict[KernelSpec, int]:
     if tokens <= most or not spec.splits_tokens:
         return {spec: 1}
     blocks, rest = divmod(tokens, most)
-    launches = {with_tokens(spec, most): blocks}
-    return launches | ({with_tokens(spec, rest): 1} if rest else {})
+    each_m = {most: blocks, rest: 1} if rest else {most: blocks}
+    return {dataclasses.replace(spec, m=m): count for m, count in each_m.items()}
 
 
 def price_key(spec: KernelSpec, chip: Target) -> Key:
@@ -219,11 +218,6 @@ def exchanges_of(spec: Any) -> int:
     return spec.share(WEIGHTS).exchanges if linear else 0
 
 
-def with_tokens(spec: KernelSpec, tokens: int) -> KernelSpec:
-    """Return the spec for so many tokens."""
-    return dataclasses.replace(spec, m=tokens)
-
-
 # -- collectives between cores ------------------------------------------------------------------
 
 # Isolated latencies come from the target. In a running model the cores do not arrive at the same
@@ -235,8 +229,6 @@ def collective_us(kind: str, size: int, ranks: int, target: Target) -> float:
 
     kind: all_reduce or all_gather, which moves half as much.
     """
-    if ranks == 1:
-        return 0.0
     moved = size if kind == "all_reduce" else size / 2
     alone = collective_alone_us(max(moved, 1.0), ranks, target)
     return alone + wait_us(ranks, target)
@@ -257,30 +249,25 @@ def price_many(
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Simulate the prices that the kernel cache lacks, each once.
+    """Simulate the prices that the kernel cache lacks, each once, where they are worth processes.
 
-    `simulated_us` finds them there. Without a cache that can be written they are simulated here,
-    and this process keeps them.
+    `simulated_us` finds them there, and simulates the others itself.
 
     requests: (spec, target). jobs: processes at once, by default one for each core. A kernel
     without a price, as no schedule is legal, is left to `simulated_us`, which raises the reason.
     """
-    missing = _missing(requests)
-    count = min(jobs or cores(), len(missing))
-    if count >= 2 and len(missing) >= _WORTH_WORKERS and Store.for_kernels().mode == "rw":
-        each(
-            price_one, missing, _text, lambda one, _: f"simulated {one[0].short()} on {one[1]}",
-            whole=len(missing), executor=None, jobs=count, progress=progress,
-        )  # fmt: skip
+    store = Store.for_kernels()
+    if store.mode != "rw":
         return
-    for done, (spec, target) in enumerate(missing):
-        if progress is not None:
-            progress(f"simulating {spec.short()} on {target}", done, len(missing))
-        price_one(_text(spec, target))
-
-
-def _text(spec: KernelSpec, target: str) -> str:
-    return request_text(spec, target, Options())
+    wanted = {(one, target): None for spec, target in requests for one in launches_of(spec)}
+    keys = {price_key(spec, machine_target(name)): (spec, name) for spec, name in wanted}
+    missing = [keys[key] for key in store.missing(list(keys))]
+    if len(missing) >= _WORTH_WORKERS:
+        each(
+            price_one, missing, lambda spec, target: request_text(spec, target, Options()),
+            lambda one, _: f"simulated {one[0].short()} on {one[1]}",
+            whole=len(missing), executor=None, jobs=jobs, progress=progress,
+        )  # fmt: skip
 
 
 def price_one(text: str) -> str:
@@ -290,12 +277,3 @@ def price_one(text: str) -> str:
         return json.dumps(simulated_us(spec, target))
     except NmmError:
         return "null"
-
-
-def _missing(requests: Iterable[tuple[KernelSpec, str]]) -> list[tuple[KernelSpec, str]]:
-    """Return each launch whose price the cache lacks, once, those with the most work first."""
-    wanted = {(one, target): None for spec, target in requests for one in launches_of(spec)}
-    keys = {price_key(spec, machine_target(name)): (spec, name) for spec, name in wanted}
-    store = Store.for_kernels()
-    absent = list(keys) if store.mode in ("off", "require") else store.missing(list(keys))
-    return sorted((keys[key] for key in absent), key=lambda one: -one[0].flops())
