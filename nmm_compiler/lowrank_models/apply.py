@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -89,7 +90,7 @@ def compress(model: nn.Module, ratio: float | None = None, **keywords: Any) -> C
     hf.check_savable(model)
     started = time.monotonic()
     before, held = count_parameters(model), count_bytes(model)
-    gradients = config.resolved_method == "two-sided"
+    gradients = config.method == "two-sided"
     given, first = config.calibration, None
     statistics = given if isinstance(given, Statistics) else Statistics({}, {})
     experts.split(model)
@@ -113,10 +114,10 @@ def compress(model: nn.Module, ratio: float | None = None, **keywords: Any) -> C
         by_name = {site.name: site for site in sites}
         del sites  # else it keeps every dense weight in memory until the end
         return CompressionReport(
-            method=config.resolved_method,
+            method=config.method,
             allocation=config.allocation,
             align=align,
-            ratio=config.effective_ratio,
+            ratio=config.ratio,
             workload=() if prices is None else prices.timed(ranks),
             layers=_carry_out(model, plan, by_name, config, statistics),
             skipped=skipped,
@@ -134,7 +135,7 @@ def compress(model: nn.Module, ratio: float | None = None, **keywords: Any) -> C
         )
     finally:
         experts.join(model)
-        hf.attach_if_transformers(model)
+        hf.attach(model)
 
 
 def signature() -> inspect.Signature:
@@ -200,7 +201,7 @@ def _check_sites(sites: Sequence[Site], config: CompressionConfig) -> None:
     weight that is not finite; ShapeError where blocks of the base do not divide its inputs.
     """
     for site in sites:
-        for form in (config.base, config.factors) if config.base is not None else ():
+        for form in (config.base, config.factors):
             if form is not None:
                 check_blocks(site.k, form, site.name)
         if not site.weight.is_meta and not is_finite(site.weight):
@@ -232,19 +233,15 @@ def _carry_out(
     config: CompressionConfig,
     statistics: Statistics,
 ) -> tuple[LayerReport, ...]:
-    """Factorize and replace each layer, emptying by_name; an interrupt says how far it got."""
+    """Factorize and replace each layer, emptying by_name."""
     done: list[LayerReport] = []
     with steps("factorizing") as step:
-        try:
-            for layer in plan:
-                step(f"factorizing {layer.name}", len(done), len(plan))
-                site = by_name.pop(layer.name)
-                if layer.rank is not None:
-                    layer = _replace(model, site, layer, layer.rank, config, statistics)
-                done.append(layer)
-        except KeyboardInterrupt as interrupt:
-            interrupt.add_note(f"compress: {len(done)} of {len(plan)} layers are done")
-            raise
+        for layer in plan:
+            step(f"factorizing {layer.name}", len(done), len(plan))
+            site = by_name.pop(layer.name)
+            if layer.rank is not None:
+                layer = _replace(model, site, layer, layer.rank, config, statistics)
+            done.append(layer)
     return tuple(done)
 
 
@@ -258,7 +255,7 @@ def _replace(
 ) -> LayerReport:
     """Put factors, a base or both in the place of a linear; return its report with the errors."""
     weight, dtype = site.weight, config.dtype or site.weight.dtype
-    moments = moments_of(site, config.resolved_method, statistics)
+    moments = moments_of(site, config.method, statistics)
     base, target = None, weight
     if config.base is not None:
         base = rounded_beside(weight, config.base, rank, moments, site.name)
@@ -279,7 +276,7 @@ def _replace(
     if isinstance(made, LowRankLinear):
         up, down = made.up.weight.detach(), made.down.weight.detach()
         factors = Factors(up, down, factors.coefficients)
-    errors = measure(weight, target, factors, statistics.inputs_of(site))
+    errors = measure(weight, target, factors, statistics.inputs.get(site.name))
     return dataclasses.replace(layer, weight_error=errors[0], output_error=errors[1])
 
 
@@ -288,7 +285,7 @@ def _replace(
 
 def moments_of(site: Site, method: str, statistics: Statistics) -> Moments:
     """Return the regularized moments a method weighs a site's error with."""
-    inputs = statistics.inputs_of(site)
+    inputs = statistics.inputs.get(site.name)
     if inputs is None:
         return Moments()
     gradient = statistics.gradients.get(site.name) if method == "two-sided" else None
@@ -308,7 +305,7 @@ def losses_of(
     with steps("measuring spectra") as step:
         for i, site in enumerate(sites):
             step(f"measuring {site.name}", i, len(sites))
-            inputs = statistics.inputs_of(site)
+            inputs = statistics.inputs.get(site.name)
             moments = moments_of(site, method, statistics)
             tail = torch.zeros(min(site.n, site.k) + 1, dtype=torch.float64)
             if inputs is not None or not statistics.inputs:  # else no token reached this expert
@@ -363,20 +360,25 @@ def make_plan(
     Raises ModelError when no legal ranks meet the ratio, or all of them are slower than dense.
     """
     unused: list[Site] = []
-    if config.resolved_method == "two-sided":
+    if config.method == "two-sided":
         used = {s.group for s in sites if s.name in statistics.gradients}
         unused = [site for site in sites if site.group not in used]
         sites = [site for site in sites if site.group in used]
     judge = None if config.allow_slower else prices
     slow: dict[str, str] = {}
-    if config.effective_ratio is None:
+    if config.ratio is None:
         allocate, notes, align = *_explicit(sites, config), config.align or 1
     else:
         allocate, notes, align = _budgeted(sites, config, statistics, judge, slow)
     legal = {name for name, (note, _) in notes.items() if not note}
     while True:
         if legal and legal <= slow.keys():
-            raise _all_slower(len(legal), config)
+            passes = ", ".join(f"{tokens} tokens a call" for _, tokens, _ in config.passes)
+            raise ModelError(
+                f"low rank is predicted to be slower than dense in all {len(legal)} layers that "
+                f"have a rank, for {passes}; pass allow_slower=True for a smaller model all the "
+                "same, a larger ratio, or the workload= that the model serves"
+            )
         ranks = allocate(slow)
         found = {} if judge is None else judge.slower(ranks)
         if not found:
@@ -390,7 +392,6 @@ def make_plan(
     for site in (*sites, *unused):
         rank, (note, counted) = ranks.get(site.name), notes[site.name]
         if rank and config.factors is not None:
-            check_blocks(site.k, config.factors, f"{site.name}.down")
             check_blocks(rank, config.factors, f"{site.name}.up")
         dense_us, us = shares.get(site.name, (None, None))
         layers.append(
@@ -400,18 +401,6 @@ def make_plan(
             )
         )  # fmt: skip
     return layers, align
-
-
-def _all_slower(layers: int, config: CompressionConfig) -> ModelError:
-    workload = ", ".join(
-        f"{tokens} token{'s' * (tokens != 1)} a call" + (f" ({weight:.0%})" if weight < 1 else "")
-        for _, tokens, weight in config.passes
-    )
-    return ModelError(
-        f"low rank is predicted to be slower than dense in all {layers} layers that "
-        f"have a rank, for {workload}; pass allow_slower=True for a smaller model all the "
-        "same, a larger ratio, or the workload= that the model serves"
-    )
 
 
 def _budgeted(
@@ -426,16 +415,14 @@ def _budgeted(
     Layers that share a rank, as the experts of one weight do, are one shape of the allocation. Adds
     to slow those that no rank makes faster, as far as the closed form tells.
     """
-    ratio = cast(float, config.effective_ratio)
-    members: dict[str, list[str]] = {}
-    first: dict[str, allocation.Shape] = {}
+    ratio = cast(float, config.ratio)
+    alike: dict[str, list[Site]] = defaultdict(list)
     for site in sites:
-        members.setdefault(site.group, []).append(site.name)
-        if site.group not in first:
-            first[site.group] = _shape_of(site, config)
+        alike[site.group].append(site)
+    members = {group: [site.name for site in some] for group, some in alike.items()}
     shapes = {
-        group: dataclasses.replace(first[group], name=group, count=len(names))
-        for group, names in members.items()
+        group: dataclasses.replace(_shape_of(some[0], config), name=group, count=len(some))
+        for group, some in alike.items()
     }
     align = config.align or _BRANCH_ALIGN
     if config.base is None:
@@ -448,14 +435,15 @@ def _budgeted(
         notes |= dict.fromkeys(names, note)
     losses: Losses = {}
     if ratio and config.allocation == "global":
-        losses = losses_of(sites, config.resolved_method, statistics, config.base)
+        losses = losses_of(sites, config.method, statistics, config.base)
         nominal = {
             name: shapes[group].nearest(ranks_of[group], ratio)
             for group, names in members.items()
             for name in names
         }
-        for group, (name, *_) in members.items() if prices is not None else ():
-            assert prices is not None
+        for group, (name, *_) in members.items():
+            if prices is None:
+                break
             paying = [rank for rank in ranks_of[group] if prices.may_pay(name, rank, nominal)]
             if ranks_of[group] and not paying:
                 why = prices.slower(nominal).get(name, _SLOWER)
@@ -481,8 +469,7 @@ def _budgeted(
 
 def _explicit(sites: Sequence[Site], config: CompressionConfig) -> tuple[Allocate, Notes]:
     """Return the ranks that the user gave, with notes; each pattern must match something."""
-    asked = config.given_ranks
-    given: Mapping[str, int] = {"*": asked} if isinstance(asked, int) else asked or {}
+    given = config.rank if isinstance(config.rank, dict) else {"*": cast(int, config.rank)}
     names = [name for site in sites for name in site.names]
     for pattern in given:
         if not named(names, [pattern]):

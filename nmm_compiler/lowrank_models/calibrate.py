@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nmm_compiler.errors import CapacityError, ModelError
+from nmm_compiler.errors import CapacityError, ModelError, nearest
 from nmm_compiler.lowrank_models.moments import SecondMoment, is_finite
 from nmm_compiler.lowrank_models.progress import steps
 from nmm_compiler.lowrank_models.select import Site
@@ -44,11 +44,6 @@ class Statistics:
     def moments(self) -> list[SecondMoment]:
         """Return every moment."""
         return [*self.inputs.values(), *self.gradients.values()]
-
-    def inputs_of(self, site: Site) -> SecondMoment | None:
-        """Return the moment of a layer's inputs, None without data or tokens that reach it."""
-        found = self.inputs.get(site.name)
-        return found if found is not None and found.tokens else None
 
     def check(self, sites: Sequence[Site], *, gradients: bool, base: str | None = None) -> None:
         """Raise ModelError, naming the layers, where the moments of these sites are lacking.
@@ -68,10 +63,9 @@ class Statistics:
             right = {n for n, one in found.items() if one.tokens and one.size == sizes.get(n)}
             lacking = [name for name in sizes if name not in right]
             if lacking:
-                more = f" and {len(lacking) - 12} more" if len(lacking) > 12 else ""
                 raise ModelError(
                     f"calibration has no {kind} of {len(lacking)} of {len(sites)} layers: "
-                    f"{', '.join(lacking[:12])}{more}; name them in exclude=, or calibrate this "
+                    f"{nearest('', lacking)}; name them in exclude=, or calibrate this "
                     "model, with inputs that use them and the same include and exclude"
                     + (", and gradients=True" if kind == "gradients" else "")
                 )
@@ -85,20 +79,12 @@ def as_batches(calibration: Any) -> list[Any]:
     """
     if isinstance(calibration, (Mapping, torch.Tensor)):
         return [calibration]
-    if not isinstance(calibration, Iterable):
+    batches = list(calibration) if isinstance(calibration, Iterable) else []
+    if not batches or any(isinstance(batch, str) for batch in batches):
         raise ModelError(
-            f"calibration is a {type(calibration).__name__}; pass an iterable of batches, each a "
-            "dict of model arguments, a tuple of them, or a tensor"
-        )
-    batches = [calibration] if isinstance(calibration, str) else list(calibration)
-    if any(isinstance(batch, str) for batch in batches):
-        raise ModelError(
-            "calibration has text, and a model takes numbers; pass what its tokenizer returns, "
-            'e.g. [tokenizer(text, return_tensors="pt")]'
-        )
-    if not batches:
-        raise ModelError(
-            "calibration has no batches; pass at least one, or leave it out for plain SVD"
+            f"calibration, a {type(calibration).__name__}, has no batches of numbers; pass an "
+            "iterable of dicts of model arguments, tuples of them, or tensors (of a text, what its "
+            "tokenizer returns), or leave it out for plain SVD"
         )
     return batches
 

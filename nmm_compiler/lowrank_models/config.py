@@ -21,10 +21,6 @@ from nmm_compiler.options import (
 )
 
 METHODS = ("auto", "svd", "whitened", "two-sided")
-DEFAULT_RATIO = 0.2
-DEFAULT_BRANCH = 32
-"""The rank beside a base, where neither ranks nor a ratio are given."""
-
 Workload = tuple[tuple[str, int, float], ...]
 
 
@@ -48,7 +44,8 @@ def _is_workload(given: int | Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class CompressionConfig:
-    """How a model is made low-rank: the keywords of `compress`.
+    """How a model is made low-rank: the keywords of `compress`. A config has defaults resolved: a
+    ratio or a rank, and a method that is not "auto".
 
     ratio: share of the parameters of the selected matrices to remove, in [0, 1); 0.2 where no rank
         is given either. With base: share of the bytes that they take in 16 bits; what the base
@@ -125,34 +122,17 @@ class CompressionConfig:
             self.rank.values() if isinstance(self.rank, dict) else (self.rank,)
         ):
             raise OptionTypeError("rank", 0, "at least 1, or base= with it: nothing would be left")
-
-    @property
-    def effective_ratio(self) -> float | None:
-        """The ratio, its default when neither ratio nor rank is given, None with ranks."""
-        if self.given_ranks is not None:
-            return None
-        return DEFAULT_RATIO if self.ratio is None else float(self.ratio)
-
-    @property
-    def given_ranks(self) -> int | dict[str, int] | None:
-        """The rank or ranks, with a base their default; None with a ratio."""
-        if self.rank is None and self.ratio is None and self.base is not None:
-            return DEFAULT_BRANCH
-        return self.rank
-
-    @property
-    def resolved_method(self) -> str:
-        """The method, "auto" resolved."""
-        if self.method != "auto":
-            return self.method
-        if self.calibration is None:
-            return "svd"
-        return "two-sided" if self.given_ranks is None else "whitened"
+        if self.ratio is None and self.rank is None:
+            name, default = ("ratio", 0.2) if self.base is None else ("rank", 32)
+            object.__setattr__(self, name, default)
+        if self.method == "auto":
+            by_loss = "two-sided" if self.rank is None else "whitened"
+            object.__setattr__(self, "method", by_loss if calibrated else "svd")
 
     @property
     def allocation(self) -> str:
         """How ranks are chosen: "explicit", "uniform" or "global"."""
-        if self.given_ranks is not None:
+        if self.rank is not None:
             return "explicit"
         return "uniform" if self.calibration is None and self.base is None else "global"
 

@@ -20,14 +20,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from nmm_compiler.errors import ModelError
 from nmm_compiler.lowrank_models.moments import (
-    Moment,
     Moments,
     SecondMoment,
     blocks,
@@ -45,55 +43,36 @@ class Factors(NamedTuple):
     coefficients: torch.Tensor | None = None
 
 
-@dataclass(frozen=True)
-class _Problem:
-    """min |S^1/2 (W - P R) A^1/2| for W [s, l] with s <= l: the given matrix, or its transpose.
+def _gram(weight: torch.Tensor, moments: Moments) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return M M^T [s, s] of M = L^T W A^1/2, a block at a time, and L, None for the identity.
 
-    factor: L of S = L L^T; None where S is the identity.
+    W is [s, l] with s <= l: the given matrix, or its transpose with A and G exchanged.
     """
-
-    weight: torch.Tensor
-    long: Moment | None
-    factor: torch.Tensor | None
-
-    @classmethod
-    def of(cls, weight: torch.Tensor, moments: Moments) -> _Problem:
-        """Return the problem of W [n, k], turned so that rows are the shorter side."""
-        short, long = moments.gradients, moments.inputs
-        if weight.shape[0] > weight.shape[1]:
-            weight, short, long = weight.T, long, short
-        return cls(weight, long, None if short is None else torch.linalg.cholesky(short.dense()))
-
-    def gram(self) -> torch.Tensor:
-        """Return M M^T [s, s] for M = factor^T W long^1/2, a block at a time."""
-        size = self.weight.shape[0]
-        gram = torch.zeros(size, size, dtype=torch.float64, device=self.weight.device)
-        if self.long is None or self.long.carried:
-            for part in blocks(self.weight.shape[1], size):
-                wide = self.weight[:, part].double()
-                gram.addmm_(wide, wide.T)
-            if self.long is not None:
-                gram.mul_(self.long.shift).add_(self.long.total, alpha=self.long.scale)
-        else:
-            for part in blocks(size, self.weight.shape[1]):
-                left = self.long.times(self.weight[part].double())
-                product(left, self.weight.T, out=gram[part])
-        if self.factor is None:
-            return gram
-        gram = self.factor.T @ gram
-        return gram @ self.factor
-
-    def solve(self, vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return P [s, r] and the C [r, s] of R = C W, for leading eigenvectors of the Gram."""
-        if self.factor is None:
-            return vectors, vectors.T
-        solved = torch.linalg.solve_triangular(self.factor.T, vectors, upper=True)
-        return solved, vectors.T @ self.factor.T
+    short, long = moments.gradients, moments.inputs
+    if weight.shape[0] > weight.shape[1]:
+        weight, short, long = weight.T, long, short
+    size = weight.shape[0]
+    gram = torch.zeros(size, size, dtype=torch.float64, device=weight.device)
+    if long is None or long.carried:
+        for part in blocks(weight.shape[1], size):
+            wide = weight[:, part].double()
+            gram.addmm_(wide, wide.T)
+        if long is not None:
+            gram.mul_(long.shift).add_(long.total, alpha=long.scale)
+    else:
+        for part in blocks(size, weight.shape[1]):
+            left = long.times(weight[part].double())
+            product(left, weight.T, out=gram[part])
+    if short is None:
+        return gram, None
+    lower = torch.linalg.cholesky(short.dense())
+    gram = lower.T @ gram
+    return gram @ lower, lower
 
 
 def spectrum(weight: torch.Tensor, moments: Moments = _NONE) -> torch.Tensor:
     """Return the squared singular values of G^1/2 W A^1/2, descending, [min(n, k)] float64."""
-    gram = _Problem.of(weight.detach(), moments).gram()
+    gram, _ = _gram(weight.detach(), moments)
     with one_thread():
         return torch.linalg.eigvalsh(gram).flip(0).clamp_min(0)
 
@@ -108,12 +87,16 @@ def factorize(
     n, k = weight.shape
     if not 1 <= rank <= min(n, k):
         raise ModelError(f"rank {rank} for {name} [{n}, {k}]: pass 1 to {min(n, k)}")
-    problem = _Problem.of(weight.detach(), moments)
+    gram, lower = _gram(weight.detach(), moments)
     with one_thread():
-        _, vectors = torch.linalg.eigh(problem.gram().T)
-    left, coefficients = problem.solve(vectors[:, -rank:].flip(1))
-    del vectors
-    right = product(coefficients, problem.weight)
+        _, vectors = torch.linalg.eigh(gram.T)
+    left = vectors[:, -rank:].flip(1)
+    del gram, vectors
+    coefficients = left.T
+    if lower is not None:
+        coefficients = left.T @ lower.T
+        left = torch.linalg.solve_triangular(lower.T, left, upper=True)
+    right = product(coefficients, weight.detach() if n <= k else weight.detach().T)
     up, down = (left, right) if n <= k else (right.T, left.T)
     return Factors(up, down, coefficients if n < k else None)
 

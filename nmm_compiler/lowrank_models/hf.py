@@ -57,13 +57,14 @@ def require_transformers(purpose: str) -> Any:
 
 
 def attach(model: Any) -> None:
-    """Write the ranks of a transformers model's low-rank layers into a config of its own.
+    """Write the ranks of a transformers model's low-rank layers, if any, into a config of its own.
 
     The config is copied first, for all modules of the model: another one may share it. Raises
     FileError when the model is quantized by another method, or its factors by another library, as
     torchao does.
     """
-    register()
+    if not _is_transformers(model) or not SavedLayers.of(model).ranks:
+        return
     from nmm_compiler.lowrank_models.hf_quantizer import LowRankConfig, LowRankQuantizer
 
     check_savable(model)
@@ -85,12 +86,6 @@ def attach(model: Any) -> None:
     config = LowRankConfig(**SavedLayers.of(model).to_dict())
     model.config.quantization_config = config
     model.hf_quantizer = LowRankQuantizer(config)
-
-
-def attach_if_transformers(model: nn.Module) -> None:
-    """`attach`, for a transformers model with low-rank layers."""
-    if _is_transformers(model) and SavedLayers.of(model).ranks:
-        attach(model)
 
 
 def check_savable(model: nn.Module) -> None:

@@ -15,7 +15,6 @@ from nmm_compiler.lowrank_models.quantize import (
     FORMATS,
     QuantizedLinear,
     empty_layer,
-    format_of,
 )
 
 METHOD = "nmm_lowrank"
@@ -57,9 +56,10 @@ class SavedLayers:
         saved = cls({}, {}, {})
         for name, factors, base in compressed(model):
             saved.ranks[name] = 0 if factors is None else factors.rank
-            formats = (format_of(getattr(factors, "down", None)), format_of(base))
-            for held, kind in zip((saved.formats, saved.bases), formats, strict=True):
-                held.update({} if kind is None else {name: kind})
+            down = getattr(factors, "down", None)
+            for held, part in ((saved.formats, down), (saved.bases, base)):
+                if kind := getattr(part, "format", None):
+                    held[name] = kind
         return saved
 
     @classmethod
@@ -95,21 +95,15 @@ def prepare(model: nn.Module, saved: SavedLayers) -> tuple[str, ...]:
 
     Returns their names in this model. Raises FileError for a name that is no linear of the model.
     """
+    from nmm_compiler.lowrank_models.modeling_nmm_lowrank import places
+
     experts.split(model)
     modules = dict(model.named_modules())
-    base = getattr(model, "base_model_prefix", "")
-    headless = getattr(model, "base_model", None) is model
-    found = {}
-    for saved_name in saved.ranks:  # with or without the base model's prefix
-        forms = (saved_name, f"{base}.{saved_name}", saved_name.removeprefix(f"{base}."))
-        found[saved_name] = next((form for form in forms if form in modules), None)
-    if headless and any(found.values()):
-        # A base model loaded from a checkpoint with a head: layers of the head have no place here.
-        found = {s: n for s, n in found.items() if n or s.startswith(f"{base}.")}
+    found = places(model, saved.ranks)
     for saved_name, name in found.items():
-        stack = modules.get(str(name))
+        stack = modules.get(name)
         each = len(stack) if isinstance(stack, nn.ModuleList) else 0
-        for place in [f"{name}.{i}" for i in range(each)] or [str(name)]:
+        for place in [f"{name}.{i}" for i in range(each)] or [name]:
             old: Any = modules.get(place)
             if not sizes_of(old):
                 raise FileError(
@@ -124,4 +118,4 @@ def prepare(model: nn.Module, saved: SavedLayers) -> tuple[str, ...]:
             )  # fmt: skip
             put(model, [place], layer if weight.is_meta else layer.to_empty(device=weight.device))
     experts.join(model)
-    return tuple(name for name in found.values() if name is not None)
+    return tuple(found.values())

@@ -20,7 +20,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from nmm_compiler.errors import FileError
 from nmm_compiler.lowrank_models import experts
 from nmm_compiler.lowrank_models.hf_layers import METHOD, SavedLayers, compressed, prepare
-from nmm_compiler.lowrank_models.modules import LowRankLinear, put
+from nmm_compiler.lowrank_models.modules import LowRankLinear
 from nmm_compiler.lowrank_models.quantize import QuantizedLinear
 
 
@@ -81,13 +81,6 @@ class LowRankQuantizer(HfQuantizer):
                 del config._is_quantized
         return model
 
-    def _dequantize(self, model: nn.Module, dtype: Any = None) -> nn.Module:
-        for name, factors, base in list(compressed(model)):
-            layer = base if factors is None else factors
-            if isinstance(layer, (LowRankLinear, QuantizedLinear)):
-                put(model, [name], layer.merge())
-        return model
-
 
 def _is_stored(model: nn.Module, name: str, guard: torch.Tensor) -> bool:
     """Return whether transformers stores this tensor, and joins it with no others."""
@@ -113,18 +106,11 @@ def check_loaded(model: nn.Module) -> None:
     layers = {name: one for name, one in model.named_modules() if isinstance(one, kinds)}
     for name, layer in layers.items():
         for key, tensor in layer.state_dict(keep_vars=True).items():
-            if tensor.is_meta:
-                raise FileError(f"the weights have no {name}.{key}; copy the directory again")
-            if not getattr(tensor, "_is_hf_initialized", False):
+            if tensor.is_meta or not getattr(tensor, "_is_hf_initialized", False):
                 raise FileError(
                     f"the weights have no {name}.{key} {list(tensor.shape)}, which the saved "
                     "config's ranks and bases ask for; the files are incomplete or of another "
                     "save: copy the whole directory again"
-                )
-            if isinstance(tensor, nn.Parameter) and not tensor.is_floating_point():
-                raise FileError(
-                    f"the weights have {name}.{key} as {tensor.dtype}, which is no "
-                    "floating-point type; copy the whole directory again"
                 )
 
 

@@ -77,18 +77,25 @@ class LowRankLinear(nn.Module):
         return y if self.base is None else self.base(x) + y
 
 
-def _with_factors(model: Any, saved: Any) -> None:
-    """Replace the linears that have a rank; names may have the base model's prefix or lack it."""
+def places(model: Any, names: Any) -> dict[str, str]:
+    """Return the layers of a model by the saved names, which may lack the base model's prefix or
+    have it. Those of a head have no place in a base model."""
     modules = dict(model.named_modules())
     prefix = f"{model.base_model_prefix}."
-    headless = model.base_model is model
-    for name, rank in saved["ranks"].items():
+    found = {}
+    for name in names:
         forms = (name, prefix + name, name.removeprefix(prefix))
         path = next((form for form in forms if form in modules), None)
-        if path is None and headless and not name.startswith(prefix):
-            continue  # of the head, which this model has not
-        path = path or name
-        old: Any = modules[path]
+        if path or model.base_model is not model or name.startswith(prefix):
+            found[name] = path or name
+    return found
+
+
+def _with_factors(model: Any, saved: Any) -> None:
+    """Replace the linears that have a rank."""
+    for name, path in places(model, saved["ranks"]).items():
+        rank = saved["ranks"][name]
+        old: Any = model.get_submodule(path)
         inputs, outputs = old.weight.shape[::-1] if isinstance(old, nn.Linear) else old.weight.shape
         kind, base = (saved.get(key, {}).get(name) for key in ("formats", "bases"))
         parent, _, child = path.rpartition(".")

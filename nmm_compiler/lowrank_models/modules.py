@@ -38,11 +38,7 @@ class LowRankLinear(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if min(in_features, rank, out_features) < 1:
-            raise ShapeError(
-                f"LowRankLinear({in_features}, {rank}, {out_features}): in_features, rank and "
-                "out_features must be at least 1"
-            )
+        self.in_features, self.rank, self.out_features = in_features, rank, out_features
         self.down = nn.Linear(in_features, rank, bias=False, device=device, dtype=dtype)
         self.up = nn.Linear(rank, out_features, bias=bias, device=device, dtype=dtype)
         self.base: nn.Module | None = None
@@ -57,21 +53,15 @@ class LowRankLinear(nn.Module):
     ) -> LowRankLinear:
         """Return the layer whose factors are `down` [r, k] and `up` [n, r], not copied.
 
-        Raises ShapeError when the shapes do not fit, or the dtypes are not one floating-point
-        dtype.
+        Raises ShapeError when the shapes do not fit, or the dtypes are not one of floats.
         """
-        if down.dim() != 2 or up.dim() != 2 or down.shape[0] != up.shape[1]:
+        fits = down.dim() == up.dim() == 2 and down.shape[0] == up.shape[1]
+        fits = fits and down.is_floating_point() and up.dtype == down.dtype
+        if not fits or (bias is not None and tuple(bias.shape) != (up.shape[0],)):
             raise ShapeError(
-                f"factors down {tuple(down.shape)} and up {tuple(up.shape)} do not chain: "
-                "pass down [r, k] and up [n, r]"
-            )
-        if not (down.is_floating_point() and up.dtype == down.dtype):
-            raise ShapeError(
-                f"factors down {down.dtype} and up {up.dtype} are not of one floating-point dtype"
-            )
-        if bias is not None and tuple(bias.shape) != (up.shape[0],):
-            raise ShapeError(
-                f"bias {tuple(bias.shape)} does not fit up {tuple(up.shape)}: pass a bias [n]"
+                f"factors down {down.dtype} {tuple(down.shape)} and up {up.dtype} "
+                f"{tuple(up.shape)} do not chain, or do not fit the bias: pass down [r, k], up "
+                "[n, r] and bias [n] of one floating-point dtype"
             )
         layer = cls(down.shape[1], down.shape[0], up.shape[0], bias is not None, device="meta")
         layer.down.weight = nn.Parameter(down, down.requires_grad)
@@ -80,21 +70,6 @@ class LowRankLinear(nn.Module):
             layer.up.bias = bias if isinstance(bias, nn.Parameter) else nn.Parameter(bias)
         layer.base = base
         return layer
-
-    @property
-    def in_features(self) -> int:
-        """Input features k."""
-        return self.down.in_features
-
-    @property
-    def rank(self) -> int:
-        """Rank r."""
-        return self.down.out_features
-
-    @property
-    def out_features(self) -> int:
-        """Output features n."""
-        return self.up.out_features
 
     @property
     def weight(self) -> torch.Tensor:
@@ -114,28 +89,9 @@ class LowRankLinear(nn.Module):
         y = cast(torch.Tensor, self.up(self.down(x)))
         return y if self.base is None else self.base(x) + y
 
-    @torch.no_grad()
-    def merge(self) -> nn.Linear:
-        """Return the dense `nn.Linear` of base and up @ down, multiplied in at least float32."""
-        up, down = self.up.weight, self.down.weight
-        wide = torch.promote_types(up.dtype, torch.float32)
-        dense = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
-        weight = up.to(wide) @ down.to(wide)
-        if self.base is not None:
-            weight += cast(torch.Tensor, self.base.weight)
-        dense.weight = nn.Parameter(weight.to(up.dtype))
-        if self.up.bias is not None:
-            dense.bias = nn.Parameter(self.up.bias.detach().clone())
-        return dense.train(self.training)
-
     def extra_repr(self) -> str:
-        """Show k, r, n and what the factors save."""
-        k, r, n = self.in_features, self.rank, self.out_features
-        kept = r * (k + n) / (k * n)
-        return (
-            f"in_features={k}, rank={r}, out_features={n}, bias={self.bias is not None}, "
-            f"removed={1 - kept:.3f}"
-        )
+        """Show r; the factors show k and n."""
+        return f"rank={self.rank}"
 
 
 def lowrank_layers(model: nn.Module) -> dict[str, LowRankLinear]:

@@ -25,7 +25,7 @@ from torch import fx, nn
 from torch.utils._pytree import tree_map_only
 
 from nmm_compiler.codegen.machine_target import machine_target
-from nmm_compiler.errors import NmmError
+from nmm_compiler.errors import one_line
 from nmm_compiler.kernels.base import ACTIVATIONS, item_bytes
 from nmm_compiler.kernels.linear.specs import GatedMLPSpec, GatedMLPUpSpec, LowRankSpec, MatmulSpec
 from nmm_compiler.kernels.number_formats import FP8, X_DTYPES
@@ -171,11 +171,10 @@ def groups_of(
         paths = [copy.originals(name.removesuffix(".weight")) for name in weights]
         for names in zip(*paths, strict=True) if all(weights) else ():
             members = [known.get(name) for name in names]  # None for one that stays as it is
-            layers_here = tuple(layer for layer in members if layer is not None)
-            apart = bool(one.activation) and None in members[:2]
-            for some in [(layer,) for layer in layers_here] if apart else [layers_here]:
-                group = Group(some, "" if apart else one.activation)
-                found |= dict.fromkeys([layer.name for layer in some], group)
+            if one.activation and None in members[:2]:
+                continue  # each of the others is a call of its own
+            some = tuple(layer for layer in members if layer is not None)
+            found |= dict.fromkeys([layer.name for layer in some], Group(some, one.activation))
     every = [found.get(layer.name) or Group((layer,)) for layer in layers]
     return list(dict.fromkeys(every))
 
@@ -248,24 +247,25 @@ class Prices:
     of: Callable[[Group, tuple[Rank, ...], str], tuple[float, ...]]
     note: str = ""
 
+    def passes_us(self, group: Group, ranks: Ranks, source: str = JUDGE) -> tuple[float, ...]:
+        """Return what a group takes in each kind of pass, at these ranks of its layers."""
+        return self.of(group, tuple(ranks.get(layer.name) for layer in group.layers), source)
+
     def group_us(self, group: Group, ranks: Ranks, source: str = JUDGE) -> float:
         """Return what a group takes in the mix of workloads, at these ranks of its layers."""
-        found = self.of(group, tuple(ranks.get(layer.name) for layer in group.layers), source)
-        return math.fsum(w * us for (_, _, w), us in zip(self.workload, found, strict=True))
+        each = zip(self.workload, self.passes_us(group, ranks, source), strict=True)
+        return math.fsum(weight * us for (_, _, weight), us in each)
 
     def timed(self, ranks: Ranks) -> tuple[Timed, ...]:
         """Return what all layers take in each kind of pass, dense and at these ranks."""
-        if not self.groups:
-            return ()
-        sums = []
-        for chosen in ({}, ranks):
-            given = [tuple(chosen.get(x.name) for x in group.layers) for group in self.groups]
-            each = [self.of(*one, JUDGE) for one in zip(self.groups, given, strict=True)]
-            sums.append([math.fsum(column) for column in zip(*each, strict=True)])
-        return tuple(
-            Timed(name=name, tokens=tokens, weight=weight, dense_us=dense, us=us)
-            for (name, tokens, weight), dense, us in zip(self.workload, *sums, strict=True)
-        )
+        made = []
+        for i, (name, tokens, weight) in enumerate(self.workload if self.groups else ()):
+            dense, low = (
+                math.fsum(self.passes_us(group, chosen)[i] for group in self.groups)
+                for chosen in ({}, ranks)
+            )
+            made.append(Timed(name=name, tokens=tokens, weight=weight, dense_us=dense, us=low))
+        return tuple(made)
 
     def both(self, ranks: Ranks) -> Iterator[tuple[Group, float, float]]:
         """Yield each group with what it takes dense, and at these ranks."""
@@ -283,13 +283,15 @@ class Prices:
 
     def may_pay(self, name: str, rank: int, others: Ranks) -> bool:
         """Return whether the closed form finds a layer's call no slower than with it dense."""
-        for group in self.groups:
-            if name in [layer.name for layer in group.layers]:
-                low, dense = (
-                    self.group_us(group, {**others, name: one}, SEARCH) for one in (rank, None)
-                )
-                return low <= dense
-        return True
+        low, dense = (
+            sum(
+                self.group_us(group, {**others, name: one}, SEARCH)
+                for group in self.groups
+                if name in [layer.name for layer in group.layers]
+            )
+            for one in (rank, None)
+        )
+        return low <= dense
 
     def shares(self, ranks: Ranks) -> dict[str, tuple[float, float]]:
         """Return each layer's (dense, low-rank) share of its call, by its dense parameters.
@@ -332,14 +334,12 @@ def kernel_prices(
         try:
             groups, note = groups_of(model, layers, inputs), ""
         except Exception as error:  # the model's own code may not run without data
-            why = f"no trace without data ({type(error).__name__})"
-            note += f": {error if isinstance(error, NmmError) else why}"
-
+            note += f", as it cannot be traced ({type(error).__name__}: {one_line(error, 120)})"
     priced = [g for g in groups if any(layer.k * layer.n > least for layer in g.layers)]
     small = len(layers) - sum(len(g.layers) for g in priced)
     if small:
-        said = f"no time is predicted for {small} layers: a DMA's start takes longer than they load"
-        note = f"{note}; {said}" if note and priced else said
+        less = f"no time is predicted for {small} layers: a DMA's start takes longer than they load"
+        note = f"{note}; {less}" if note else less
 
     def of(group: Group, ranks: tuple[Rank, ...], source: str) -> tuple[float, ...]:
         sizes = tuple((x.k, x.n, rank) for x, rank in zip(group.layers, ranks, strict=True))

@@ -52,40 +52,35 @@ def read_format(format: str) -> str:
     return found
 
 
-class QuantizedLinear(nn.Module):
+class Packed(nn.Module):
+    """A weight of few bits: values, uint8, and scale, floats or uint8 for powers of two."""
+
+    scale: torch.Tensor
+
+    def __init__(self, values: torch.Tensor, scale: torch.Tensor, format: str) -> None:
+        super().__init__()
+        self.format = format
+        self.register_buffer("values", values)
+        if scale.is_floating_point():
+            self.scale = nn.Parameter(scale, requires_grad=False)
+        else:
+            self.register_buffer("scale", scale)
+
+    def extra_repr(self) -> str:
+        """Show the format."""
+        return self.format
+
+
+class QuantizedLinear(Packed):
     """A linear of few bits: x [.., k] -> x dequantized^T + bias [.., n].
 
     values: uint8 [n, k bits / 8]. scale: [n, 1] or [n, k / block], in the dtype of the model, or
-    uint8 for powers of two; by_input: [1, k].
+    uint8 for powers of two; of a factor beside MX weights [1, k].
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool,
-        format: str,
-        *,
-        by_input: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.format, self.by_input = read_format(format), by_input
-        form = check_blocks(in_features, self.format, "a quantized linear")
-        self.in_features, self.out_features = in_features, out_features
-        shape = (out_features, in_features * form.bits // 8)
-        self.register_buffer("values", torch.zeros(shape, dtype=torch.uint8, device=device))
-        scales = (out_features, in_features // form.block if form.block else 1)
-        scales = (1, in_features) if by_input else scales
-        if form.power_scales:
-            self.register_buffer("scale", torch.zeros(scales, dtype=torch.uint8, device=device))
-        else:
-            ones = torch.ones(scales, dtype=dtype, device=device)
-            self.scale = nn.Parameter(ones, requires_grad=False)
-        self.bias = (
-            nn.Parameter(torch.zeros(out_features, dtype=dtype, device=device)) if bias else None
-        )
+    in_features: int
+    out_features: int
+    bias: nn.Parameter | None
 
     @classmethod
     def of(
@@ -99,19 +94,26 @@ class QuantizedLinear(nn.Module):
         """Return the linear of a weight [n, k] rounded to a format, with this bias.
 
         Scales of floats have the weight's dtype. spread: as `packed_formats.quantize` takes it.
+        by_input: with a scale for each input.
         """
         n, k = weight.shape
-        made = cls(k, n, False, format, by_input=by_input, device=weight.device, dtype=weight.dtype)
-        if not weight.is_meta:
-            wide = weight.detach().float().cpu().numpy()
-            scale_dtype = str(weight.dtype).removeprefix("torch.")
-            rows = wide.T if by_input else wide
-            values, scale = quantize(rows, FORMATS[made.format], scale_dtype, spread)
-            values, scale = (values.T, scale.T) if by_input else (values, scale)
-            cast(torch.Tensor, made.values).copy_(torch.from_numpy(values))
-            made.scale.data.copy_(torch.from_numpy(scale))
-        made.bias = bias
-        return made
+        form = check_blocks(k, read_format(format), "a quantized linear")
+        scale_dtype = torch.uint8 if form.power_scales else weight.dtype
+        if weight.is_meta:
+            sizes = (1, k) if by_input else (n, k // form.block if form.block else 1)
+            values = weight.new_empty((n, k * form.bits // 8), dtype=torch.uint8)
+            scale = weight.new_empty(sizes, dtype=scale_dtype)
+        else:
+            wide = weight.detach().float().cpu()
+            rows = (wide.T if by_input else wide).numpy()
+            dtype = str(weight.dtype).removeprefix("torch.")
+            made = [torch.from_numpy(one) for one in quantize(rows, form, dtype, spread)]
+            values, scale = (one.T if by_input else one for one in made)
+            values = values.contiguous().to(weight.device)
+            scale = scale.contiguous().to(weight.device, scale_dtype)
+        linear = cls(values, scale, form.name)
+        linear.in_features, linear.out_features, linear.bias = k, n, bias
+        return linear
 
     @property
     def weight(self) -> torch.Tensor:
@@ -131,14 +133,6 @@ class QuantizedLinear(nn.Module):
             # nothing is clamped here: it tells graph passes that NKI's float8_e4m3 has the bits
             elements = elements.clamp(form.lowest, form.largest)
         return elements * self.scale
-
-    @torch.no_grad()
-    def merge(self) -> nn.Linear:
-        """Return the dense `nn.Linear`."""
-        dense = nn.Linear(self.in_features, self.out_features, device="meta")
-        dense.weight = nn.Parameter(self.weight)
-        dense.register_parameter("bias", self.bias)
-        return dense.train(self.training)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map x [.., k] to [.., n]."""
@@ -205,7 +199,7 @@ def quantize_factors(model: nn.Module, format: str = "int8") -> tuple[str, ...]:
 
 def round_factors(layer: LowRankLinear, format: str) -> None:
     """Put linears of a format in the place of a layer's factors; on the meta device empty ones."""
-    beside = format == "fp8" and format_of(layer.base) in MX
+    beside = format == "fp8" and getattr(layer.base, "format", None) in MX
     for name in ("down", "up"):
         linear = cast(nn.Linear, getattr(layer, name))
         by_input = beside and name == "up"
@@ -247,8 +241,3 @@ def empty_layer(
     )
     few = None if base is None else QuantizedLinear.of(dense, base)
     return make_layer(down, up, nn.Parameter(dense[:, 0].clone()) if bias else None, few, factors)
-
-
-def format_of(linear: nn.Module | None) -> str | None:
-    """Return the format of a factor or a base, None for floats."""
-    return getattr(linear, "format", None)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -130,13 +131,14 @@ def recover(
             parameter.requires_grad_(True)
         run = _Run(model, teacher, parameters, held_out)
         run.train(_shuffled(train, steps, generator), steps, lr, step)
+    kept_step, after = min(run.history, key=operator.itemgetter(1))
     return RecoveryReport(
         objective=run.objective,
         steps=steps,
-        kept_step=run.best_step,
+        kept_step=kept_step,
         trained_parameters=sum(p.numel() for p in parameters),
         validation_before=run.history[0][1],
-        validation_after=run.best,
+        validation_after=after,
         history=tuple(run.history),
         seconds=time.monotonic() - started,
     )
@@ -147,7 +149,8 @@ class _Run:
     """The training loop, and the best factors so far.
 
     objective: what a loss is: "labels", "logits" or "features" of the teacher. trained: copies of
-    the factors in at least float32, which the optimizer changes.
+    the factors in at least float32, which the optimizer changes. best: those with the least
+    held-out loss.
     """
 
     model: nn.Module
@@ -155,11 +158,9 @@ class _Run:
     parameters: Sequence[nn.Parameter]
     held_out: Sequence[Any]
     objective: str = "labels"
-    best: float = math.inf
-    best_step: int = 0
     history: list[tuple[int, float]] = field(default_factory=list)
     trained: list[torch.Tensor] = field(default_factory=list)
-    _best_values: list[torch.Tensor] = field(default_factory=list)
+    best: list[torch.Tensor] = field(default_factory=list)
     _targets: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def train(self, batches: Iterator[Any], steps: int, lr: float, show: Step) -> None:
@@ -172,6 +173,7 @@ class _Run:
         for parameter in self.parameters:
             dtype = torch.promote_types(parameter.dtype, torch.float32)
             self.trained.append(parameter.detach().to(dtype, copy=True))
+        self.best = [wide.clone() for wide in self.trained]
         optimizer = torch.optim.AdamW(self.trained, lr=lr, weight_decay=0.0)
         warmup = max(1, round(_WARMUP_SHARE * steps))
         checks = {round(steps * (i + 1) / _EVALUATIONS) for i in range(_EVALUATIONS)}
@@ -186,8 +188,8 @@ class _Run:
                 loss = self.loss(batch)
                 if not torch.isfinite(loss):
                     raise ModelError(
-                        f"the loss is {float(loss.detach())} at step {step}; the factors are those "
-                        f"of step {self.best_step}: lower lr from {lr:g}, or check the batch"
+                        f"the loss is {float(loss.detach())} at step {step}; the best factors so "
+                        f"far are kept: lower lr from {lr:g}, or check the batch"
                     )
                 loss.backward()
                 for wide, parameter in zip(self.trained, self.parameters, strict=True):
@@ -197,19 +199,14 @@ class _Run:
                 optimizer.step()
                 self._store(self.trained)
                 if step in checks and not self.evaluate(step):
-                    self._restore()
+                    self._store(self.best)
                     optimizer.state.clear()
                     lr *= _BACKOFF
                 show(f"recovering (held-out loss {self.history[-1][1]:.4g})", step, steps)
         finally:
             for parameter in self.parameters:
                 parameter.grad = None
-            self._restore()
-
-    def _restore(self) -> None:
-        """Put the best factors back; before the first evaluation nothing has changed yet."""
-        if self._best_values:
-            self._store(self._best_values)
+            self._store(self.best)
 
     @torch.no_grad()
     def _store(self, values: Sequence[torch.Tensor]) -> None:
@@ -226,12 +223,11 @@ class _Run:
             raise ModelError(
                 f"the held-out loss is {loss} before training; check the model and the batches"
             )
+        better = all(loss < other for _, other in self.history)
         self.history.append((step, loss))
-        if not loss < self.best:
-            return False
-        self.best, self.best_step = loss, step
-        self._best_values = [wide.clone() for wide in self.trained]
-        return True
+        if better:
+            self.best = [wide.clone() for wide in self.trained]
+        return better
 
     def loss(self, batch: Any) -> torch.Tensor:
         """Return how far the output for a batch is from the teacher's, or from labels, a scalar."""

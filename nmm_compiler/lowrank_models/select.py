@@ -31,17 +31,18 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from nmm_compiler.errors import ModelError, OptionTypeError, closest, nearest
-from nmm_compiler.lowrank_models.experts import ExpertLinear, StackedBase, StackedFactors
+from nmm_compiler.lowrank_models.experts import ExpertLinear
 from nmm_compiler.lowrank_models.modules import (
     LowRankLinear,
     distinct_modules,
     is_conv1d,
     sizes_of,
 )
-from nmm_compiler.lowrank_models.quantize import QuantizedLinear
+from nmm_compiler.lowrank_models.quantize import Packed
 from nmm_compiler.lowrank_models.report import Skipped
 
 Patterns = str | Iterable[str] | None
+_FOREIGN = ("linear", "router", "gate", "expert", "stacked", "multiheadattention")
 _ROWS = 3  # of random numbers, which try what a subclass of nn.Linear computes
 
 
@@ -131,16 +132,14 @@ def find_sites(
     every = [name for _, names in modules for name in names if name]
     for pattern in unwanted:
         if not named(every, [pattern]):
-            parts = sorted({part for name in every for part in (name, name.rpartition(".")[2])})
             raise ModelError(
                 f"exclude pattern {pattern!r} matches no module of {kind}"
-                f"{closest(pattern, parts)}; leave it out, or name what is to stay dense"
+                f"{closest(pattern, every)}; leave it out, or name what is to stay dense"
             )
-    holders: dict[int, dict[int, str]] = defaultdict(dict)  # by id: who holds a parameter
-    for module_name, module in model.named_modules():
+    holders: dict[int, list[str]] = defaultdict(list)  # by id: who holds a parameter
+    for module, names in modules:
         for key, parameter in module.named_parameters(recurse=False):
-            held_as = f"{module_name}.{key}" if module_name else key
-            holders[id(parameter)][id(module)] = held_as
+            holders[id(parameter)].append(f"{names[0]}.{key}")
     head = None if wanted else getattr(model, "get_output_embeddings", lambda: None)()
     sites: list[Site] = []
     skipped: list[Skipped] = []
@@ -164,20 +163,17 @@ def find_sites(
         else:
             n, k = shape[::-1] if is_conv1d(module) else shape
             sites.append(Site(tuple(names), module, k, n))
-    if unmatched or not sites:
-        pattern = unmatched[0] if unmatched else ""
-        listing = "the model has no nn.Linear or Conv1D"
-        if seen:
-            listing = f"linear layers seen: {nearest(pattern, seen.values())}"
-        if unmatched:
-            raise ModelError(
-                f"include pattern {pattern!r} matches no linear layer of {kind}"
-                f"{closest(pattern, seen)}; {listing}"
-            )
+    listing = f"linear layers seen: {nearest('', seen.values()) or 'no nn.Linear or Conv1D'}"
+    for pattern in unmatched:
+        raise ModelError(
+            f"include pattern {pattern!r} matches no linear layer of {kind}"
+            f"{closest(pattern, seen)}; {listing}"
+        )
+    if not sites:
         reasons = "; ".join(f"{s.name}: {s.reason}" for s in skipped[:8])
         raise ModelError(
-            f"{kind} has no layer to factorize with this include and "
-            f"exclude{f' (left alone: {reasons})' if reasons else ''}; {listing}"
+            f"{kind} has no layer to factorize with this include and exclude (left alone: "
+            f"{reasons or 'none'}); {listing}"
         )
     return tuple(sites), tuple(skipped)
 
@@ -185,7 +181,8 @@ def find_sites(
 def _read(module: nn.Module) -> tuple[tuple[int, ...], str] | None:
     """Return the stored shape of a layer's weight, and why it is no linear, "" for one that is.
 
-    None for a module that multiplies by no weight.
+    None for a module that multiplies by no weight. Those that do and are no nn.Linear are known by
+    their names: quantizers' linears, routers, mixtures of experts that stack their weights.
     """
     kind = type(module).__name__
     if isinstance(module, LowRankLinear):
@@ -194,55 +191,21 @@ def _read(module: nn.Module) -> tuple[tuple[int, ...], str] | None:
         weight = cast(torch.Tensor, module.weight)
         lazy = f"{kind} has no weight yet; run the model once before compressing it"
         return ((), lazy) if is_lazy(weight) else (tuple(weight.shape), "")
-    parts = [c for c in module.children() if isinstance(c, (StackedFactors, StackedBase))]
-    stacks = [tensor for part in parts for tensor in part.state_dict().values()]
-    foreign = f"{kind} multiplies by a weight of its own and is not an nn.Linear"
-    if isinstance(module, QuantizedLinear):
-        foreign = f"already quantized ({module.format})"
-    for weights, reason in (
-        (stacks, "already compressed (stacked experts)"),
-        (
-            _stacked_weights(module),
-            f"{kind} stacks its experts in a way that transformers' experts do not (or in bytes)",
-        ),
-        (_foreign_weight(module), foreign),
-    ):
-        if weights:
-            return tuple(weights[0].shape), reason
-    return None
-
-
-def _stacked_weights(module: nn.Module) -> list[torch.Tensor]:
-    """Return the weights of a mixture-of-experts layer that keeps its experts in one tensor each.
-
-    3-D [experts, .., ..]; or, as in DBRX, 2-D with the experts' rows after one another.
-    """
-    if "expert" not in type(module).__name__.lower():
-        return []
-    own: list[torch.Tensor] = [p for p in module.parameters(recurse=False) if p.dim() >= 2]
-    return own if any(p.dim() == 3 for p in own) or not list(module.children()) else []
-
-
-def _foreign_weight(module: nn.Module) -> list[torch.Tensor]:
-    """Return the weight of a module that is named a linear and is no nn.Linear.
-
-    Such are quantizers' integer linears, and routers that multiply by a parameter of their own.
-    """
-    if isinstance(module, nn.MultiheadAttention):
-        return [p for p in (module.in_proj_weight,) if isinstance(p, torch.Tensor)]
-    name = type(module).__name__.lower()
-    if "linear" not in name and "router" not in name and "gate" not in name:
-        return []
-    found = [getattr(module, key, None) for key in ("weight", "qweight")]
-    found = [weight() if callable(weight) else weight for weight in found]
-    return [w for w in found if isinstance(w, torch.Tensor) and w.dim() == 2]
+    if not any(word in kind.lower() for word in _FOREIGN):
+        return None
+    own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    shapes = [tuple(tensor.shape) for tensor in own if tensor.dim() >= 2]
+    reason = f"{kind} multiplies by a weight of its own and is not an nn.Linear"
+    if isinstance(module, Packed):
+        reason = f"already quantized ({module.format})"
+    return (shapes[0], reason) if shapes else None
 
 
 def _refusal(
     module: nn.Module,
     name: str,
     model: nn.Module,
-    holders: dict[int, dict[int, str]],
+    holders: dict[int, list[str]],
     head: nn.Module | None,
 ) -> str:
     """Return why this linear is left alone, "" when it can be factorized."""
@@ -254,26 +217,17 @@ def _refusal(
         )
     if not name:
         return "the model itself is a linear; wrap it, e.g. in nn.Sequential"
-    if type(weight) is not nn.Parameter and type(weight) is not torch.Tensor:
-        return f"its weight is a {type(weight).__name__}, not a plain tensor"
-    if not weight.is_floating_point():
-        return f"its weight is {weight.dtype}, not a floating-point tensor"
-    if weight.dtype.itemsize < 2:
+    plain = type(weight) in (nn.Parameter, torch.Tensor) and weight.is_floating_point()
+    if not plain or weight.dtype.itemsize < 2:
         return (
-            f"its weight is {weight.dtype}, whose scales are elsewhere; load it as bfloat16, and "
-            "quantize the factors afterwards"
+            f"its weight is a {type(weight).__name__} of {weight.dtype}, not a plain tensor of "
+            "floats; load it as bfloat16, and quantize the factors afterwards"
         )
-    if 0 in weight.shape:
-        return "its weight has no elements"
-    if len(holders[id(weight)]) > 1:
-        others = [n for n in holders[id(weight)].values() if n != f"{name}.weight"]
+    others = [held for held in holders[id(weight)] if held != f"{name}.weight"]
+    if others:
         return f"its weight is tied to {', '.join(others)}"
-    if module._forward_hooks or module._forward_pre_hooks:
-        return "it has forward hooks, which a replacement would lose"
-    if "forward" in vars(module):
-        return "its forward was replaced on this module, which a replacement would lose"
-    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
-        return "nn.MultiheadAttention reads its weight and never calls it"
+    if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+        return "it has forward hooks or a forward of its own, which a replacement would lose"
     owner = model.get_submodule(name.rpartition(".")[0])
     if only_reads(owner, name.rpartition(".")[2]):
         return (
@@ -312,9 +266,8 @@ def difference_from_linear(module: nn.Linear) -> str | None:
         size = functional.linear(x.abs(), twin.weight.abs(), None if bias is None else bias.abs())
         for mode in (False, True):
             y = twin.train(mode)(x)
-            if not isinstance(y, torch.Tensor) or y.shape != expected.shape:
-                return "gives something else than one tensor [..., n]"
-            if not bool(((y - expected).abs() <= eps * size).all()):
+            same = isinstance(y, torch.Tensor) and y.shape == expected.shape
+            if not same or not bool(((y - expected).abs() <= eps * size).all()):
                 return "computes something else than x W^T + b"
     except Exception as error:  # a forward that raises is a reason to leave the layer alone
         return f"cannot be called like an nn.Linear ({type(error).__name__}: {error})"

@@ -55,7 +55,7 @@ def test_every_linear_becomes_two_and_the_report_says_so():
     assert "layers.1.down" in str(report)
 
 
-def test_weight_property_and_merge_are_the_product():
+def test_the_weight_property_is_the_product():
     model = stack()
     compress(model, 0.3, align=4)
     layer = model.layers[0].up
@@ -127,7 +127,7 @@ def test_tied_shared_converted_and_foreign_layers():
         report.skipped, ("head", "tied to embed.weight"), ("hooked", "hooks"),
         ("done", r"already low-rank \(rank 4\)"), ("attention.out_proj", "never calls it"),
         ("attention", "MultiheadAttention multiplies"),
-        ("experts", "ToyExperts stacks its experts"),
+        ("experts", "ToyExperts multiplies by a weight"),
     )  # fmt: skip
     assert model(torch.zeros(1, 3, dtype=torch.long)).shape == (1, 3, 50)
 
@@ -176,7 +176,11 @@ def stack_with_nan():
         (nn.Linear(32, 32), ModelError, "wrap it"),
         ("model", OptionTypeError, "Module"),
         (stack_with_nan(), ModelError, r"layers\.1\.up"),
-        (nn.Sequential(ToyExperts(None, up=torch.zeros(4, 8, 8))), ModelError, "stacks its exp"),
+        (
+            nn.Sequential(ToyExperts(None, up=torch.zeros(4, 8, 8))),
+            ModelError,
+            "ToyExperts multiplies",
+        ),
     ],
 )
 def test_what_cannot_be_compressed_is_named_and_left_alone(model, error, words):
@@ -196,9 +200,8 @@ def test_an_interrupt_leaves_a_working_model(monkeypatch):
 
     model = stack()
     monkeypatch.setattr(module, "factorize", interrupted)
-    with pytest.raises(KeyboardInterrupt) as caught:
+    with pytest.raises(KeyboardInterrupt):
         compress(model, 0.3, calibration=batches, align=4)
-    assert "of 8 layers are done" in caught.value.__notes__[0]
     assert torch.isfinite(model(batches[0])).all()
     assert len(lowrank_layers(model)) == 2
 

@@ -117,16 +117,11 @@ def test_a_layer_that_sees_only_zeros_gets_the_identity():
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        (iter(()), "no batches"),
-        (7, "int"),
-        ("a text", "calibration has text"),
-        (["a text"], "calibration has text"),
-    ],
+    ("given", "kind"),
+    [(iter(()), "tuple_iterator"), (7, "int"), ("a text", "str"), (["a text"], "list")],
 )
-def test_what_is_no_calibration_is_named(given, words):
-    with pytest.raises(ModelError, match=words):
+def test_what_is_no_calibration_is_named(given, kind):
+    with pytest.raises(ModelError, match=f"a {kind}, has no batches of numbers"):
         as_batches(given)
 
 

@@ -134,15 +134,11 @@ def test_conv1d_becomes_low_rank_and_keeps_its_map():
     assert (new(x) - expected).norm() <= bound
 
 
-def test_compressed_models_can_be_copied_pickled_and_merged_back(saved_llama):
+def test_compressed_models_can_be_copied_and_pickled(saved_llama):
     model, expected = saved_llama, logits(saved_llama, "llama")
     for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(logits(again, "llama"), expected)
         assert again.config.quantization_config.saved == model.config.quantization_config.saved
-    model.dequantize()
-    assert lowrank_count(model) == 0
-    bound = torch.finfo(torch.float32).eps * 128 * 50
-    assert (logits(model, "llama") - expected).norm() <= bound * expected.norm()
 
 
 def test_a_full_disk_leaves_the_old_directory(saved_llama, tmp_path):

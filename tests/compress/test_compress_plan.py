@@ -25,7 +25,7 @@ from nmm_compiler.lowrank_models.select import Site
 )
 def test_what_auto_means(config, wanted):
     made = CompressionConfig(**config)
-    assert (made.resolved_method, made.allocation) == wanted
+    assert (made.method, made.allocation) == wanted
 
 
 def site(name, weight):
