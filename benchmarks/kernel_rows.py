@@ -135,11 +135,7 @@ def formats(spec: Any, timings: Timings) -> Judged:
 def shared(spec: Any, timings: Timings) -> Judged:
     """Judge one kernel beside three, which read x twice more."""
     one = timings.profile(spec)
-    parts = [
-        timings.profile(LowRankSpec(m=spec.m, k=spec.k, r=r, n=n, x_layout=spec.x_layout))
-        for r, ns in spec.pairs
-        for n in ns
-    ]
+    parts = [timings.profile(part) for part in spec.parts()]
     gain = sum(part["us"] for part in parts) / one["us"]
     saved = sum(part["hbm_bytes"] for part in parts) - one["hbm_bytes"]
     reads = saved / (2 * spec.m * spec.k)

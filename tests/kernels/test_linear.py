@@ -214,6 +214,7 @@ def test_x_and_each_product_with_u_count_once():
     assert spec.flops() == 2 * 8 * (4 * (16 + 32 + 32) + 2 * (16 + 8))
     weights = 16 * 4 + 4 * 32 * 2 + 16 * 2 + 2 * 8
     assert spec.minimal_hbm_bytes() == 2 * (8 * 16 + weights + 8 * (32 + 32 + 8))
+    assert [(p.r, p.n) for p in spec.parts()] == [(4, 32), (4, 32), (2, 8)]
     assert spec.short() == "lowrank_shared m8 k16 4x32_32 2x8 bfloat16"
     assert len(qkv(8, (2048, 128, 128)).notes()) == 1
 
@@ -241,7 +242,6 @@ def test_x_is_read_once_for_q_k_and_v(m, ranks):
     """And one kernel is predicted no slower than three."""
     spec = qkv(m, ranks)
     one = build_kernel(spec, "trn2").profile()
-    each = [spec_of(f"lowrank m={m} k=2048 r={r} n={n} x_layout=col") for r, (n,) in spec.pairs]
-    three = [build_kernel(part, "trn2").profile() for part in each]
+    three = [build_kernel(part, "trn2").profile() for part in spec.parts()]
     assert one.hbm_read_bytes + one.hbm_write_bytes == spec.minimal_hbm_bytes()
     assert one.latency_us <= sum(p.latency_us for p in three)

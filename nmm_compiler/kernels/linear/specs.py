@@ -254,6 +254,20 @@ class LowRankSharedSpec(LinearSpec):
         ]  # fmt: skip
         return {"linears": tuple(linears)}
 
+    def parts(self) -> tuple[LowRankSpec, ...]:
+        """Return the lowrank kernel of every result."""
+        known = {field.name for field in dataclasses.fields(LowRankSpec)}
+        shared = {name: value for name, value in vars(self).items() if name in known}
+        return tuple(
+            LowRankSpec(
+                **shared | {
+                    "r": one.low_rank.r, "n": one.n, "out_layout": one.layout,
+                    "bias": bool(one.bias), "activation": one.activation,
+                }
+            )
+            for one in self.layer.linears
+        )  # fmt: skip
+
     def short(self) -> str:
         """Return family, sizes and dtype: 256x2048 128x512_512 is one v, then two v of one u."""
         pairs = " ".join(f"{r}x{'_'.join(map(str, ns))}" for r, ns in self.pairs)
