@@ -54,7 +54,7 @@ def _memory(c: Canonical, node: fx.Node) -> tuple[Any, ...]:
     """Return what a tensor is like, and which memory it lies in."""
     value = c.tensor(node)
     assert value is not None
-    like = c.dtype(node), c.sizes(node), views.strides_of(value)
+    like = c.dtype(node), c.sizes(node), tuple(map(views.as_size, value.stride()))
     return like, views.as_size(value.storage_offset()), c.effects.storages(node)
 
 

@@ -16,6 +16,8 @@ weight whose numbers may lie beyond 240, where NKI's float8_e4m3 ends, is refuse
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from typing import Any
 
 from torch import fx
 
