@@ -445,14 +445,7 @@ def rewrite(
     """
     module, inputs = to_graph(model_or_graph, example_inputs)
     made = Options.make(options)
-    result = run(module, inputs, dataclasses.replace(made, verify=False), rules)
-    if verify or made.verify:
-        given = getattr(model_or_graph, "example_inputs", None)  # of an ExportedProgram
-        given = given if example_inputs is None else arguments(example_inputs)
-        if given is None:
-            raise no_real_inputs(None)
-        result.check(*given[0], **given[1])
-    return result
+    return run(module, inputs, dataclasses.replace(made, verify=verify or made.verify), rules)
 
 
 def explain(

@@ -52,41 +52,43 @@ def arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def to_graph(model: Any, example_inputs: Any) -> tuple[fx.GraphModule, Sequence[Any] | None]:
-    """Return the one graph of a model, and its inputs where the graph may lack shapes.
+    """Return the one graph of a model, and the inputs of a call of it where they are known.
 
     GraphModules are used unchanged. ExportedPrograms are unlifted (`program.module()`). Other
     modules and functions go through torch.export, which needs example_inputs.
-    Raises ModelError for anything else, and when torch.export cannot make one graph.
+    Raises ModelError for anything else, for inputs of another call, and when torch.export cannot
+    make one graph.
     """
-    args, kwargs = arguments(example_inputs)
+    given = None if example_inputs is None else arguments(example_inputs)
     if isinstance(model, fx.GraphModule):
-        if example_inputs is None:
-            return model, None
-        try:
-            return model, inspect.signature(model.forward).bind(*args, **kwargs).args
-        except TypeError as error:
-            raise ModelError(f"example_inputs are no call of the graph: {error}") from error
-    if isinstance(model, torch.export.ExportedProgram):
-        return model.module(), None
-    if not callable(model):
+        graph = model
+    elif isinstance(model, ExportedProgram):
+        graph, given = model.module(), given or model.example_inputs
+    elif not callable(model):
         raise ModelError(
             f"cannot rewrite a {type(model).__name__}; pass an nn.Module, a function, a "
             "GraphModule or an ExportedProgram"
         )
-    if example_inputs is None:
+    elif given is None:
         raise ModelError(
             "a model that is not a graph yet needs example_inputs to be traced; "
             "pass them as nmm_compiler.rewrite(model, (x,))"
         )
-    module = model if isinstance(model, nn.Module) else Function(model)
+    else:
+        module = model if isinstance(model, nn.Module) else Function(model)
+        try:
+            graph = export(module, *given).module()
+        except Exception as error:
+            raise ModelError(
+                f"torch.export could not make one graph of {type(model).__name__}: {error}. "
+                'Use torch.compile(model, backend="nmm"), which handles graph breaks, or explain()'
+            ) from error
+    if given is None:
+        return graph, None
     try:
-        program = export(module, args, kwargs)
-    except Exception as error:
-        raise ModelError(
-            f"torch.export could not make one graph of {type(model).__name__}: {error}. "
-            'Use torch.compile(model, backend="nmm"), which handles graph breaks, or explain()'
-        ) from error
-    return program.module(), None
+        return graph, inspect.signature(graph.forward).bind(*given[0], **given[1]).args
+    except TypeError as error:
+        raise ModelError(f"example_inputs are no call of the graph: {error}") from error
 
 
 def export(
