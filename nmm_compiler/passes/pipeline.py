@@ -24,7 +24,6 @@ import torch
 from torch import fx, nn
 
 from nmm_compiler.errors import (
-    ModelError,
     OptionTypeError,
     UnknownNameError,
     broken_rule,
@@ -474,11 +473,9 @@ def explain(
         ModelError, BrokenRuleError, UnknownNameError: as `rewrite`.
     """
     made = Options.make(options)
-    if isinstance(model_or_graph, (fx.GraphModule, torch.export.ExportedProgram)):
+    is_graph = isinstance(model_or_graph, (fx.GraphModule, torch.export.ExportedProgram))
+    if is_graph or not callable(model_or_graph):
         return rewrite(model_or_graph, example_inputs, options=made, rules=rules)
-    if not callable(model_or_graph):
-        kind = type(model_or_graph).__name__
-        raise ModelError(f"cannot explain a {kind}; pass a model or a function")
     graphs = all_graphs(model_or_graph, *arguments(example_inputs))
     results = [run(module, inputs, made, rules) for module, inputs in graphs]
     if len(results) == 1:

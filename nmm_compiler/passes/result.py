@@ -427,15 +427,13 @@ def _prices(matches: list[Match]) -> list[str]:
     priced = [m for m in matches if "predicted" in m.info]
     if not priced:
         return []
-    targets = {m.info["predicted"]["target"] for m in priced}
     how = {
         f"{one['source']}, error {100 * one['error']:.0f} %"
         for one in (m.info["predicted"] for m in priced)
     }
     lines = [
-        f"us, smaller, dense: predicted microseconds on {', '.join(sorted(targets))} "
-        f"({', '.join(sorted(how))}) of one call, of the smaller calls that compute it, and of "
-        "the fastest dense way"
+        f"us, smaller, dense: predicted microseconds ({', '.join(sorted(how))}) of one call, of "
+        "the smaller calls that compute it, and of the fastest dense way"
     ]
     slower = {text: None for m in priced if (text := slower_than_dense(m))}
     return [*lines, *slower]
