@@ -8,7 +8,7 @@ program holds no weights.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -50,7 +50,7 @@ with torch.no_grad():
 print("no fault")"""
 
 
-def _program(title: str, module: fx.GraphModule, inputs: Iterable[Any], ending: str) -> str:
+def _program(title: str, module: fx.GraphModule, inputs: Any, ending: str) -> str:
     """Return a program that makes a module and random inputs for it, and what it does with them."""
     return _PROGRAM.format(
         title=title, version=VERSION, ending=ending,
@@ -61,9 +61,6 @@ def _program(title: str, module: fx.GraphModule, inputs: Iterable[Any], ending: 
 
 def fault_command(module: fx.GraphModule, inputs: Sequence[Any] | None, target: str) -> str:
     """Write a program that compiles a graph alone under strict; return how to run it."""
-    if inputs is None:
-        holders = module.graph.find_nodes(op="placeholder")
-        inputs = [n.meta.get("example_value", n.meta.get("val")) for n in holders]
     ending = _OF_A_FAULT.format(target=target)
     try:
         text = _program("A fault: running this shows it.", module, inputs, ending)
@@ -71,7 +68,7 @@ def fault_command(module: fx.GraphModule, inputs: Sequence[Any] | None, target: 
             "w", prefix="nmm_fault_", suffix=".py", delete=False, encoding="utf-8"
         ) as file:
             file.write(text)
-    except Exception:  # no text, or no place to write it: run the user's own program
+    except Exception:  # no inputs, no text, or no place for it: run the user's own program
         return "your program with options={'strict': True}"
     return f"python {file.name}"
 

@@ -807,7 +807,6 @@ TABLE: dict[str, Handler] = {
     "layer_norm": _layer_norm,
     **dict.fromkeys(("diag", "diag_embed"), _diagonal),
     **dict.fromkeys(("matmul", "mm", "bmm", "mv"), _matmul),
-    "__rmatmul__": lambda c, call, source=None, other=None: _matmul(c, call, other, source),
     "linear": _linear,
     **dict.fromkeys(("addmm", "baddbmm", "addmv", "addmm_", "baddbmm_"), _addmm),
     "einsum": _einsum,
