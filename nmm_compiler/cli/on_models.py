@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import nmm_compiler as nmm
 from nmm_compiler.cli import models, values
 from nmm_compiler.errors import MissingPackageError, ModelError, NmmError, OptionTypeError
 from nmm_compiler.lowrank_models.progress import steps
@@ -56,7 +57,9 @@ def explain(
     html: values.Html = None,
     repro: Annotated[
         Path | None,
-        values.output_option(help_="write a script that rewrites the first match and checks it"),
+        values.option(
+            values.output_file, "FILE", "write a script that rewrites the first match and checks it"
+        ),
     ] = None,
     as_json: values.Json = False,
 ) -> values.Answer:
@@ -69,8 +72,6 @@ def explain(
 
     Example: nmm explain llama-3.2-1b --ratio 0.2 --html report.html
     """
-    from nmm_compiler.passes.pipeline import explain as run
-
     page: list[Part] = []
     with steps(f"loading {model}") as step, models.foreign(model, "running it raised"):
         loaded, inputs = models.load(model, tokens)
@@ -89,7 +90,7 @@ def explain(
             page = [_predicted(model, loaded, before, inputs, target), *page]
         step("tracing and matching")
         options: Any = {"target": target, "rules": [*own, *(["+simulated"] if html else [])]}
-        result = run(loaded, dict(inputs), options=options)
+        result = nmm.explain(loaded, dict(inputs), options=options)
         if html is not None:
             import torch
 
@@ -107,8 +108,6 @@ def explain(
     if repro is not None:
         write_text(repro, result.reproducer(target=target))
     said = [str(result)]
-    if result.opportunities and (Path(model) / "config.json").is_file():
-        said.append(f"next: nmm plan {model} says what low rank would gain, for whole models")
     if html is not None:
         said.append(f"report: {write_page(f'{model} on {target}', page, html)}")
     return values.Answer(result.to_dict(), said)
@@ -121,24 +120,19 @@ def _predicted(name: str, model: Any, before: Any, inputs: dict[str, Any], targe
     was; the others for the inputs that they run. before: the model that was factorized, if it was;
     what is predicted is then the very model that the page compiles.
     """
-    from nmm_compiler.lowrank_models.meta_copies import without_data
-    from nmm_compiler.prediction.predict import predict
-
     setting: dict[str, Any] = {"dense": before, "norms": False}  # as the page compiles it
-    generates = getattr(model, "can_generate", bool)()
-    first = next((value for value in inputs.values() if hasattr(value, "shape")), None)
-    if first is not None:
-        sizes = first.shape[:-1] if first.is_floating_point() else first.shape
-        if 1 <= len(sizes) <= 2:  # [tokens] or [sequences, tokens]
-            setting |= {"batch": sizes[0] if len(sizes) == 2 else 1, "prompt": sizes[-1]}
-    given = model if before is None else without_data(model)
+    tensors = [value for value in inputs.values() if hasattr(value, "shape")]
+    sizes = [one.shape[:-1] if one.is_floating_point() else one.shape for one in tensors[:1]]
+    if sizes and 1 <= len(sizes[0]) <= 2:  # [tokens] or [sequences, tokens]
+        setting |= dict(zip(("prompt", "batch"), reversed(sizes[0]), strict=False))
+    generates, given = getattr(model, "can_generate", bool)(), model
     if before is None and generates and (Path(name) / "config.json").is_file():
         given = name
         setting |= {"dtype": str(model.dtype).removeprefix("torch.")}
     elif not generates:
         setting |= {"inputs": inputs}
     try:
-        parts = predict(given, target, **setting).parts()
+        parts = nmm.predict(given, target, **setting).parts()
     except NmmError as error:  # a page without it is still a page, and says so
         return Line(f"the whole model is not predicted: {error}", "note")
     return Section("the whole model, predicted", tuple(parts))
@@ -207,22 +201,20 @@ def plan(
 
     Example: nmm plan llama-3.1-8b --target trn2,trn3 --forms bf16,fp8,lowrank:0.2,mxfp4+32fp8
     """
-    from nmm_compiler.prediction.plan import read_measured
+    from nmm_compiler.prediction import plan as planning
+    from nmm_compiler.prediction.experts import read_routing
 
     if forms and ratio:
         raise OptionTypeError("ratio", ratio, "it as a form, e.g. --forms bf16,lowrank:0.2")
     own = None
     if measured is not None:
-        own = read_measured(measured.read_text(errors="replace"), str(measured))
-    models.require_transformers("a model without its weights")
-    from nmm_compiler.prediction.experts import read_routing
-    from nmm_compiler.prediction.forms import DEFAULT
-    from nmm_compiler.prediction.plan import plan as run
-
+        own = planning.read_measured(measured.read_text(errors="replace"), str(measured))
     low_rank = ratio or ((0.2,) if weights else ())
-    chosen = forms or (["bf16", *(f"lowrank:{one:g}" for one in low_rank)] if low_rank else DEFAULT)
+    chosen = forms or (
+        ["bf16", *(f"lowrank:{one:g}" for one in low_rank)] if low_rank else planning.DEFAULT
+    )
     with steps(f"reading {model}") as step:
-        planned = run(
+        planned = planning.plan(
             models.described(model),
             targets=target,
             forms=chosen,
@@ -249,7 +241,7 @@ def plan(
 def export(
     model: values.Model,
     output: Annotated[
-        Path, values.output_option("--output", "-o", help_="the .mlir file to write")
+        Path, values.option(values.output_file, "FILE", "the .mlir file to write", "--output", "-o")
     ],
     dialect: Annotated[
         str,
@@ -277,8 +269,6 @@ def export(
 
     Example: nmm export all-MiniLM-L6-v2 --dialect stablehlo -o encoder.mlir
     """
-    from nmm_compiler.mlir.export import export_mlir
-
     with steps(f"loading {model}"):
         loaded, inputs = models.load(model, tokens)
     if any(p.is_meta for p in loaded.parameters()):  # a public name: shapes are all that args need
@@ -287,7 +277,7 @@ def export(
         loaded = loaded.to_empty(device="cpu")
         inputs = models.example_inputs(model, loaded, tokens)
     with steps("tracing, rewriting, lowering"), models.foreign(model, "running it raised"):
-        module = export_mlir(
+        module = nmm.export_mlir(
             loaded,
             inputs,
             dialect=dialect,
@@ -301,9 +291,8 @@ def export(
         for kernel in module.kernels
     ]
     table = Grid.of(("kernel", "calls", "sources", "family"), rows, right=("calls", "sources"))
-    nothing = f"nothing was fused; `nmm explain {model}` says why"
     files = [f"wrote {path}" for path in written]
-    return values.Answer(module.manifest(), [[table] if rows else nothing, *files])
+    return values.Answer(module.manifest(), [[table], *files])
 
 
 def compress(
@@ -356,37 +345,32 @@ def compress(
 
     Example: nmm compress ./llama ./llama-lowrank --ratio 0.2 --text calibration.txt
     """
-    from nmm_compiler.lowrank_models import hf
     from nmm_compiler.lowrank_models.config import CompressionConfig
-    from nmm_compiler.prediction.headlines import compress as run
 
     settings: dict[str, Any] = {
         "ratio": ratio, "rank": rank, "include": include or None, "exclude": exclude or None,
         "target": target, "factors": factors, "base": base,
     }  # fmt: skip
     CompressionConfig(**settings, calibration=text)
-    for name, rounded in (("factors", factors), ("base", base)):
-        if rounded and recover_steps:
-            wanted = "it without --recover: what is rounded is not trained"
-            raise OptionTypeError(name, rounded, wanted)
+    if recover_steps and (factors or base):
+        wanted = "0 with --base or --factors: what is rounded is not trained"
+        raise OptionTypeError("recover", recover_steps, wanted)
     if recover_steps and text is None:
         raise ModelError("--recover needs text to train on; pass --text FILE")
     with steps(f"loading {model}"):
         loaded, tokenizer = models.with_weights(model)
     batches = None if text is None else read_batches(text, tokenizer, loaded)
     original = copy.deepcopy(loaded) if recover_steps else None
-    report = run(loaded, **settings, calibration=batches)
+    report = nmm.compress(loaded, **settings, calibration=batches)
     said = [str(report)]
     figures: dict[str, Any] = {"compression": report.to_dict()}
     figures["compression"]["achieved_ratio"] = report.achieved_ratio
     if original is not None:
-        from nmm_compiler.lowrank_models.recover import recover
-
-        recovery = recover(loaded, batches, teacher=original, steps=recover_steps)
+        recovery = nmm.recover(loaded, batches, teacher=original, steps=recover_steps)
         said.append(recovery.summary())
         figures["recovery"] = recovery.to_dict()
     files = {"compression.json": json.dumps(figures, indent=2)}
-    hf.save(loaded, out_dir, tokenizer=tokenizer, files=files)
+    nmm.save(loaded, out_dir, tokenizer=tokenizer, files=files)
     return values.Answer(figures, ["\n".join((*said, f"saved     {out_dir}"))])
 
 
@@ -394,7 +378,7 @@ def read_batches(path: Path, tokenizer: Any, model: Any) -> list[dict[str, torch
     """Return calibration batches of a text file.
 
     For a causal language model the text is one stream, cut into sequences; for others each line is
-    a sequence, padded. Raises ModelError without a tokenizer or text.
+    a sequence. Raises ModelError without a tokenizer or text.
     """
     import torch
 
@@ -416,10 +400,8 @@ def read_batches(path: Path, tokenizer: Any, model: Any) -> list[dict[str, torch
             {"input_ids": torch.stack(pieces[i : i + _BATCH])}
             for i in range(0, len(pieces), _BATCH)
         ]
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    options = {"padding": True, "truncation": True, "max_length": _LENGTH, "return_tensors": "pt"}
-    return [dict(tokenizer(lines[i : i + _BATCH], **options)) for i in range(0, len(lines), _BATCH)]
+    given = {"truncation": True, "max_length": _LENGTH, "return_tensors": "pt"}
+    return [dict(tokenizer(line, **given)) for line in lines]
 
 
 def evaluate(

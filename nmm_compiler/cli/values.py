@@ -12,13 +12,13 @@ import json
 import os
 import pkgutil
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from nmm_compiler import outputs, targets
 from nmm_compiler.cli import models
@@ -30,9 +30,6 @@ from nmm_compiler.targets.this_machine import FILE
 
 LARGEST_SIZE = 1 << 20
 """Tokens or features of one dimension: eight times the largest context and vocabulary in use."""
-MOST = 1 << 62
-"""Instructions that a kernel may execute: --time-limit ends it."""
-
 Check = Callable[[str], Any]
 
 
@@ -120,11 +117,6 @@ def input_option(help_: str) -> Any:
     return typer.Option(help=help_, exists=True, dir_okay=False)
 
 
-def output_option(*names: str, help_: str) -> Any:
-    """Return an option that names a file to write, in a place that is writable."""
-    return option(output_file, "FILE", help_, *names)
-
-
 def choice_option(
     kind: str, place: str, help_: str, *names: str, metavar: str = "NAME", **more: Any
 ) -> Any:
@@ -165,11 +157,6 @@ def entries() -> list[str]:
     return [info.digest[:12] for info in Store.open().entries()]
 
 
-Family = Annotated[
-    str,
-    choice_option("kernel family", "nmm_compiler.kernels:FAMILIES", "see `nmm kernel --help`",
-                  metavar="FAMILY", declare=typer.Argument),
-]  # fmt: skip
 Model = Annotated[str, model_argument()]
 Target = Annotated[
     str, option(target, "TARGET", ", ".join(targets.names()), autocompletion=targets.names)
@@ -179,12 +166,13 @@ Cores = Annotated[Sequence[int], listed(size, "SIZES", "cores that share the mod
 Tokens = Annotated[int, option(size, "SIZE", "tokens of the example input")]
 Include = Annotated[list[str] | None, typer.Option(help="only layers like mlp, q_proj")]
 Exclude = Annotated[list[str] | None, typer.Option(help="never these layers")]
-Html = Annotated[Path | None, output_option("--html", help_="write the report here, one HTML file")]
+Html = Annotated[
+    Path | None, option(output_file, "FILE", "write the report here, one HTML file", "--html")
+]
 Json = Annotated[bool, typer.Option("--json", help="print JSON, for scripts")]
 TimeLimit = Annotated[float, typer.Option(help="seconds that the run may take", min=0.01, max=1e6)]
 MemoryLimit = Annotated[float, typer.Option(help="GiB that the run may add", min=0.01, max=1e6)]
 Grid = Annotated[int, typer.Option(min=1, max=2, help="programs: 1, or 2 for LNC=2")]
-Trace = Annotated[Path | None, output_option(help_="write a Chrome/Perfetto trace here")]
 
 
 @dataclass(frozen=True)
@@ -208,6 +196,6 @@ class Answer:
 
 
 def show(what: str | Sequence[Part], *, stderr: bool = False) -> None:
-    """Print text or parts, no wider than the terminal: no markup is read, no word is broken."""
-    console = Console(markup=False, highlight=False, stderr=stderr)
-    console.print(fitted(what) if isinstance(what, str) else as_text(what), soft_wrap=True)
+    """Print text or parts, no wider than the terminal; no word is broken."""
+    text = fitted(what) if isinstance(what, str) else as_text(what)
+    print(text, file=sys.stderr if stderr else sys.stdout)

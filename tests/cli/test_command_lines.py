@@ -195,7 +195,7 @@ def _line(words, stream, **environment):
 
 @pytest.mark.parametrize(
     ("stream", "code", "said"),
-    [("full", 2, "standard output cannot be written: No space left"), ("gone", 141, ""),
+    [("full", 2, "standard output, or a connection: No space left"), ("gone", 141, ""),
      ("closed", 0, ""), ("ascii", 0, "\\xe9.py:1:")],
 )  # fmt: skip
 def test_outputs_of_a_process(tmp_path, stream, code, said):

@@ -113,12 +113,3 @@ def test_a_public_name_without_weights_says_what_to_give(line, nmm):
         assert name in shown
         way = f"nmm compress {name} DIRECTORY" if name in models.PACKAGED else "hf download REPO"
         assert way in shown
-
-
-def test_a_kernel_is_no_model_and_its_file_does_not_run(tmp_path, nmm):
-    file = tmp_path / "add.py"
-    file.write_text("import nki\n\nprint('runs')\n\n\n@nki.jit\ndef add(a):\n    return a\n")
-    for word, said in (("add", f"run nmm profile {file}:add"), ("ad", "did you mean 'add'?")):
-        shown = nmm("explain", f"{file}:{word}", code=2)
-        assert said in shown.err
-        assert "runs" not in shown.out

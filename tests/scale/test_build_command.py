@@ -31,7 +31,7 @@ def test_a_file_of_specs_is_built_once_for_every_target(cache, specs, here, nmm)
     """But for a kernel that fails."""
     fields = LowRankSpec(m=8, k=16, r=4, n=16, dtype="float8_e4m3", scales="channel").to_dict()
     wide = json.dumps({"family": "lowrank", "target": "trn1", "spec": fields})
-    specs.write_text(f"{LINES[0]}\n\n{LINES[0]}\n{wide}\n")
+    specs.write_text(f"{LINES[0]}\n{LINES[0]}\n{wide}\n")
     line = ("build", specs, "--target", "trn1,trn2", "--jobs", 1)
     ended = nmm(*line, code=1)
     assert "3 kernels: 2 built, 0 were in the cache, 1 failed" in ended.out + ended.err
