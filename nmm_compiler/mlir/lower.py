@@ -125,18 +125,10 @@ def _run(module: Any, pipeline: str) -> None:
         try:
             bindings.passmanager.PassManager.parse(passes).run(module.operation)
         except bindings.ir.MLIRError as error:
-            reasons = [f"{d.message} at {_place(str(d.location))}" for d in error.error_diagnostics]
+            reasons = [f"{d.message} at {d.location}" for d in error.error_diagnostics]
             raise ModelError(
                 f"torch-mlir cannot lower the graph: {'; '.join(reasons) or error}"
             ) from None
-
-
-def _place(location: str) -> str:
-    """Return `node "relu" (model.py:12)` of a location `loc("relu"("model.py":12:0))`."""
-    names = re.findall(r'"([^"]*)"(?!:)', location)
-    lines = re.findall(r'"([^"]*)":(\d+)', location)
-    node = f'node "{names[0]}"' if names else "an unnamed operation"
-    return f"{node} ({lines[0][0]}:{lines[0][1]})" if lines else node
 
 
 def _fold_constants(module: Any) -> None:

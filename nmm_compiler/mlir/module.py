@@ -9,7 +9,6 @@ same kernels. A call is one launch.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import json
@@ -300,14 +299,7 @@ class MLIRModule:
         manifest = json.dumps(self.manifest(sources.name), indent=2) + "\n"
         wanted[path.parent / f"{stem}.manifest.json"] = manifest
         wanted[path] = self.text
-        if path.exists() and not path.is_file():
-            what = "a manifest is written beside it, so it must be a file"
-            raise outputs.cannot_write(path, OSError(0, what))
-        if self.kernels:
+        if any(kernel.sources for kernel in self.kernels):
             sources.mkdir(exist_ok=True)
-        try:
-            outputs.write_all({place: outputs.utf8(text) for place, text in wanted.items()})
-        finally:
-            with contextlib.suppress(OSError):  # it stays where it has files
-                sources.rmdir()
+        outputs.write_all({place: outputs.utf8(text) for place, text in wanted.items()})
         return tuple(wanted)

@@ -14,15 +14,12 @@ from pathlib import Path
 from nmm_compiler import targets
 from nmm_compiler.errors import NeuronSetupError
 from nmm_compiler.nki_api.installed import beta_1_version, version
-from nmm_compiler.nki_api.table import VERSIONS
 from nmm_compiler.options import logical_core_setting, setting
 from nmm_compiler.records import Record
 from nmm_compiler.targets import Target
 
 MINIMUM_NKI = "0.5"
 """The first NKI with the views that every kernel uses; a loop on the device needs 0.6."""
-TRACED = "0.7"
-"""The first NKI that traces kernels with Python, and whose compiler compares logical cores."""
 FIRST_NATIVE_TORCH_NEURONX = (2, 10)
 """TorchNeuron, with its device "neuron" and `nki_op`: "PyTorch 2.9 is the last version using
 PyTorch/XLA" (release notes of PyTorch, SDK 2.28). 2.13 is the first public one."""
@@ -65,7 +62,6 @@ class NeuronProbe(Record):
         cores = [("logical core", f"{self.logical_cores} physical")] if self.logical_cores else []
         return [
             *shown,
-            *([("kernels for this NKI", _checked_for(self.nki))] if self.nki else []),
             ("Neuron devices", found),
             *cores,
             ("Neuron path", self.path),
@@ -79,20 +75,6 @@ _DIALECTS = {
     "neuronxcc": "neuronxcc (NKI Beta 1, in neuronx-cc): kernels are written in it by default",
     None: "none installed: kernels are written in nki and run in the own simulator",
 }
-
-
-def _checked_for(nki: str) -> str:
-    """Return what is known of emitted kernels under an installed NKI."""
-    newest = VERSIONS[-1]
-    if _numbers(nki) > _numbers(newest):
-        return f"not checked: {nki} is newer than {newest}, the newest whose names are known here"
-    text = "checked by nmm lint"
-    if _numbers(nki) >= _numbers(TRACED):
-        text += (
-            "; since 0.7 neuronx-cc refuses kernels whose logical core is not its own "
-            "(NCC_EVRF066): set NEURON_LOGICAL_NC_CONFIG for both"
-        )
-    return text
 
 
 def probe() -> NeuronProbe:
