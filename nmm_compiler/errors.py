@@ -19,13 +19,7 @@ def nearest(name: object, known: Iterable[str]) -> str:
     names = list(known)
     if len(names) <= _SHOWN:
         return ", ".join(names)
-    matcher = difflib.SequenceMatcher(b=str(name))
-
-    def distance(other: str) -> float:
-        matcher.set_seq1(other)
-        return -matcher.ratio()
-
-    shown = sorted(names, key=distance)[:_SHOWN]
+    shown = difflib.get_close_matches(str(name), names, n=_SHOWN, cutoff=0.0)
     return f"{', '.join(shown)} and {len(names) - _SHOWN:,} more"
 
 

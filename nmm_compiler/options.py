@@ -15,7 +15,7 @@ import re
 import types
 import typing
 import urllib.parse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -85,7 +85,7 @@ def check_fields(record: Any) -> None:
             continue
         if right_type and values.names:
             raise UnknownNameError(name, value, values.names)
-        listed = f"one of {', '.join(values.names)}" if values.names else _in_words(kind)
+        listed = f"one of {', '.join(values.names)}" if values.names else f"a value of {kind}"
         raise OptionTypeError(name, value, values.wanted or listed)
 
 
@@ -120,13 +120,6 @@ def _is_of(value: object, kind: Any) -> bool:
     return True
 
 
-def _in_words(kind: Any) -> str:
-    """Return what an option of a type takes."""
-    said = {bool: "True or False", int: "a whole number", float: "a number", str: "a string"}
-    several = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
-    return " or ".join(said.get(one, getattr(one, "__name__", str(one))) for one in several)
-
-
 def check_names(cls: type, given: Mapping[str, Any]) -> None:
     """Raise UnknownNameError for a name that is no field of a record of options."""
     known = [field.name for field in dataclasses.fields(cls)]
@@ -149,12 +142,8 @@ def _is_increasing(counts: tuple[int, ...]) -> bool:
     return bool(counts) and counts[0] >= 1 and all(a < b for a, b in itertools.pairwise(counts))
 
 
-def _is_hashable(value: object) -> bool:
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True
+def _are_hashable(rules: tuple[Any, ...]) -> bool:
+    return all(isinstance(one, Hashable) for one in rules)
 
 
 def _is_mode_or_directory(cache: str) -> bool:
@@ -227,7 +216,10 @@ class Options:
             lambda report: not isinstance(report, str) or report.endswith(".html"),
         ),
     ] = False
-    rules: Annotated[tuple[Any, ...], Values("a list of rules", _is_hashable)] = ()
+    rules: Annotated[
+        tuple[Any, ...],
+        Values("a list of rules", _are_hashable),
+    ] = ()
     instruction_budget: Annotated[int, Values("a number of instructions above 0", is_positive)] = (
         INSTRUCTION_BUDGET
     )
@@ -271,15 +263,11 @@ class Options:
 
         Raises UnknownNameError for a name that is no option, OptionTypeError for a bad value.
         """
-        if options is None:
-            given: dict[str, Any] = {}
-        elif isinstance(options, Options):
-            given = {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
-        elif isinstance(options, Mapping):
-            given = dict(options)
-        else:
+        if isinstance(options, Options):
+            options = vars(options)
+        if not isinstance(options, (Mapping, types.NoneType)):
             raise OptionTypeError("options", options, "a dict or an nmm_compiler.Options")
-        given.update(more)
+        given = {**(options or {}), **more}
         check_names(cls, given)
         for name in ("buckets", "rules"):
             if isinstance(given.get(name), list):
