@@ -15,7 +15,7 @@ caller reads a pickled state dict, with `torch.load(path, weights_only=True)`.
 
 from __future__ import annotations
 
-import re
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -32,14 +32,7 @@ from nmm_compiler.lowrank_models.load import indexed
 from nmm_compiler.lowrank_models.modules import LowRankLinear, lowrank_layers, put, sizes_of
 
 _FORMAT = {"format": "nmm_lowrank_factors", "version": "1"}
-_STYLES = tuple(
-    re.compile(rf"(?P<name>.+){parts}(\.(?P<kind>weight|bias))?")
-    for parts in (
-        r"\.((?P<down>down)|(?P<up>up))",
-        r"_((?P<down>v)|(?P<up>u))_proj",
-        r"\.((?P<down>V)|(?P<up>U))",
-    )
-)
+_STYLES = ((".down", ".up"), ("_v_proj", "_u_proj"), (".V", ".U"))
 
 
 def save_factors(model: nn.Module, path: str | Path) -> Path:
@@ -97,11 +90,10 @@ def load_factors(
     prefix = getattr(model, "base_model_prefix", "")
     modules = dict(model.named_modules(remove_duplicate=False))
     linears = {name: module for name, module in modules.items() if sizes_of(module)}
-    for style in _STYLES:
-        factors, rest = _split(tensors, style, linears, prefix)
-        if factors:
-            break
-    else:
+    rest = dict(tensors)
+    factors = {name: _take(rest, name, prefix) for name in linears}
+    factors = {name: parts for name, parts in factors.items() if parts}
+    if not factors:
         keys = ", ".join(list(tensors)[:4])
         raise FileError(
             f"{where} has no factors of layers of {type(model).__name__} (first keys: {keys}); "
@@ -147,31 +139,20 @@ def _read(source: str | Path | Mapping[str, torch.Tensor]) -> tuple[dict[str, to
     return tensors, str(path)
 
 
-def _split(
-    tensors: Mapping[str, torch.Tensor],
-    style: re.Pattern[str],
-    linears: Mapping[str, nn.Module],
-    prefix: str,
-) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
-    """Return ({module name: {"down", "up", "bias"}}, other tensors)."""
-    factors: dict[str, dict[str, torch.Tensor]] = {}
-    rest: dict[str, torch.Tensor] = {}
-    for key, tensor in tensors.items():
-        found = style.fullmatch(key)
-        stem = found["name"] if found else ""
-        forms = [f"{start}{stem}{end}" for end in ("", "_proj") for start in ("", f"{prefix}.")]
-        name = next((form for form in forms if form in linears), None)
-        if found is None or name is None:
-            rest[key] = tensor
-            continue
-        part = "down" if found["down"] else "up"
-        if found["kind"] == "bias":
-            part = "bias" if part == "up" else "inner bias"
-        factors.setdefault(name, {})[part] = tensor
-    for name in factors:
-        if f"{name}.bias" in rest:
-            factors[name]["bias"] = rest.pop(f"{name}.bias")
-    return factors, rest
+def _take(rest: dict[str, torch.Tensor], name: str, prefix: str) -> dict[str, torch.Tensor]:
+    """Return the tensors of a linear by "down", "up", "bias", and take them out of the others."""
+    forms = dict.fromkeys((name, name.removeprefix(f"{prefix}.")))
+    stems = [stem for form in forms for stem in (form, form.removesuffix("_proj"))]
+    parts: dict[str, torch.Tensor] = {}
+    for stem, (down, up) in itertools.product(stems, _STYLES):
+        keys = {f"{stem}{down}.bias": "inner bias", f"{stem}{up}.bias": "bias"}
+        for end in ("", ".weight"):
+            keys |= {f"{stem}{down}{end}": "down", f"{stem}{up}{end}": "up"}
+        parts |= {part: rest.pop(key) for key, part in keys.items() if key in rest}
+    for key in (f"{form}.bias" for form in forms if parts):
+        if key in rest:
+            parts["bias"] = rest.pop(key)
+    return parts
 
 
 def _layer(
@@ -181,14 +162,10 @@ def _layer(
 
     Raises FileError for what does not fit the old one.
     """
-    if "inner bias" in parts:
+    if not {"down", "up"} <= parts.keys() <= {"down", "up", "bias"}:
         raise FileError(
-            f"{where}: {name} has a bias between its factors, which a low-rank linear has not; "
-            "fold it into the outer bias first (b = b_up + up @ b_down)"
-        )
-    if not {"down", "up"} <= set(parts):
-        raise FileError(
-            f"{where}: {name} has only {', '.join(sorted(parts))}; a pair of factors is needed"
+            f"{where}: {name} has {', '.join(sorted(parts))}; a low-rank linear has down and "
+            "up, and an outer bias (fold a bias between its factors into it: b_up + up @ b_down)"
         )
     try:
         layer = LowRankLinear.from_factors(parts["down"], parts["up"], parts.get("bias"))

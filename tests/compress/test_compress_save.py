@@ -96,9 +96,9 @@ def factors(up, down, end=""):
     [
         ({"x": X}, "no factors of layers of Stack"),
         ({"layers.0.q.weight": torch.zeros(32, 32)}, "no factors of layers of Stack"),
-        ({"layers.0.q_u_proj.weight": UP}, r"layers\.0\.q has only up"),
+        ({"layers.0.q_u_proj.weight": UP}, r"layers\.0\.q has up;"),
         ({**PAIR, "foreign.weight": X}, r"'foreign\.weight'.*no place"),
-        ({**PAIR, "layers.0.q_v_proj.bias": torch.zeros(4)}, "bias between"),
+        ({**PAIR, "layers.0.q_v_proj.bias": torch.zeros(4)}, "has down, inner bias, up"),
         (factors(UP, DOWN[:3]), "do not chain"),
         (factors(UP, DOWN[:3], ".weight"), "do not chain"),
         (factors(UP.int(), DOWN.int()), "floating-point"),
