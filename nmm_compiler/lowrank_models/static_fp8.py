@@ -36,13 +36,6 @@ class StaticFP8Linear(nn.Module):
         bias: nn.Parameter | None = None,
     ) -> None:
         super().__init__()
-        if weight.dtype != torch.float8_e4m3fn or weight.dim() != 2:
-            raise ModelError(f"weight is {weight.dtype} {tuple(weight.shape)}; pass fp8 [n, k]")
-        for name, scale in (("weight_scale", weight_scale), ("input_scale", input_scale)):
-            if scale.numel() != 1:
-                raise ModelError(
-                    f"{name} has {scale.numel()} numbers; a static scale is one for the tensor"
-                )
         halved = (weight.detach().float() / 2).to(torch.float8_e4m3fn)
         self.register_buffer("weight", halved)
         self.register_buffer("weight_scale", 2 * weight_scale.detach().float().reshape(1))
@@ -70,10 +63,13 @@ def load_static_fp8(model: nn.Module, state: Mapping[str, torch.Tensor]) -> tupl
         if not isinstance(linear, nn.Linear) or not all(key in state for key in keys):
             continue
         weight, weight_scale, input_scale = (state[key] for key in keys)
-        if weight.shape != linear.weight.shape:
+        numbers = weight_scale.numel(), input_scale.numel()
+        fits = weight.dtype == torch.float8_e4m3fn and weight.shape == linear.weight.shape
+        if not fits or numbers != (1, 1):
             raise ModelError(
-                f"{name} is {tuple(linear.weight.shape)}, its weight in the checkpoint "
-                f"{tuple(weight.shape)}; load the checkpoint of this model"
+                f"{name} is {tuple(linear.weight.shape)}, the checkpoint has {weight.dtype} "
+                f"{tuple(weight.shape)} and scales of {numbers} numbers: load the checkpoint of "
+                "this model, in fp8 with a number a scale"
             )
         bias = linear.bias
         if bias is not None and f"{name}.bias" in state:
