@@ -75,7 +75,6 @@ def recover(
     data: Any,
     *,
     teacher: nn.Module | None = None,
-    validation: Any = None,
     steps: int = 200,
     lr: float = 1e-4,
     seed: int = 0,
@@ -85,10 +84,10 @@ def recover(
     Args:
         model: what `compress` has made low-rank.
         data: batches as for calibration. Of an iterator, which may be endless, no more batches are
-            taken than there are steps and held-out ones.
+            taken than there are steps and held-out ones. The last tenth of the batches, at least
+            one, is held out to judge by.
         teacher: the original model; or None, for the cross entropy of the next token, from each
             batch's `labels` or `input_ids`.
-        validation: batches to judge by; without, a tenth of data (at least one batch) is held out.
         steps: optimizer steps, one batch each.
         lr: peak learning rate of AdamW (10 % warm-up, then cosine), cut whenever the held-out loss
             is found no lower, which is looked at ten times.
@@ -118,7 +117,7 @@ def recover(
         raise OptionTypeError(
             "model", f"of eight bits in {fixed[0]}", "one to recover, then quantize"
         )
-    train, held_out = _split(data, validation, steps)
+    train, held_out = _split(data, steps)
     started = time.monotonic()
     generator = torch.Generator().manual_seed(seed)
     models = (model,) if teacher is None else (model, teacher)
@@ -266,19 +265,16 @@ def _shuffled(batches: Sequence[Any], steps: int, generator: torch.Generator) ->
         left -= len(batches)
 
 
-def _split(data: Any, validation: Any, steps: int) -> tuple[list[Any], list[Any]]:
+def _split(data: Any, steps: int) -> tuple[list[Any], list[Any]]:
     """Return (batches to train on, held-out ones); of an iterator, no more than are needed."""
-    known = validation is not None
     if isinstance(data, Iterator):
-        data = list(itertools.islice(data, steps + (0 if known else max(1, steps // 10))))
+        data = list(itertools.islice(data, steps + max(1, steps // 10)))
     batches = as_batches(data)
-    if known:
-        return batches, as_batches(validation)
     held = max(1, len(batches) // 10)
     if held >= len(batches):
         raise ModelError(
             f"{len(batches)} batch of data leaves none to train on beside the held-out one; pass "
-            "more batches, or validation="
+            "more batches"
         )
     return batches[:-held], batches[-held:]
 
