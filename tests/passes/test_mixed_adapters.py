@@ -111,10 +111,9 @@ def einsum(x, w, bias, a, b, gains, index):
 
 
 def rows(x, w, bias, a, b, gains, index):
-    """Factors that lie [in, out], a row of each token."""
-    h = torch.bmm(x.unsqueeze(1), a.mT[index])
-    branch = torch.matmul(h, b[index].transpose(1, 2)).squeeze(1)
-    return gains[index].unsqueeze(-1) * branch + F.linear(x, w, bias)
+    """Factors that lie [in, out], a row of each token, gains between the products."""
+    h = torch.bmm(x.unsqueeze(1), a.mT[index]).squeeze(1) * gains[index].unsqueeze(-1)
+    return torch.matmul(h.unsqueeze(1), b[index].transpose(1, 2)).squeeze(1) + F.linear(x, w, bias)
 
 
 def in_place(x, w, bias, a, b, gains, index):

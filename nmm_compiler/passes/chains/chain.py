@@ -178,10 +178,11 @@ def is_whole_feature(atoms: views.Dim, size: int) -> bool:
 
 @dataclass(frozen=True)
 class Step:
-    """One affine step on a result: kind is "scale", "vector" or "bias".
+    """One affine step on a result: kind is "scale", "vector", "gain" or "bias".
 
     scale: times `number`, or times the one-element tensor `key`. vector: times the constant
-    vector `key` over features. bias: plus `number` times the constant vector `key`.
+    vector `key` over features. gain: times the number that an index chooses for each token, as it
+    does the weights. bias: plus `number` times the constant vector `key`.
     """
 
     kind: str
@@ -192,9 +193,11 @@ class Step:
 
 def _step_over(c: Canonical, kind: str, factor: Key, target: Key, number: float) -> Step | None:
     """Return the step of a constant over the dimensions of `target` along which it varies; None for
-    no constant, and for a bias that does not vary."""
+    no constant, and for a bias that does not vary. A gain that an index chooses is a vector."""
     shape, own = c.shape(target), c.shape(factor)
-    if shape is None or own is None or not c.is_weight(factor):
+    made = c.base(factor)[0]
+    gain = kind == "vector" and gathered(made) is not None and len(c.sizes(made)) == 1
+    if shape is None or own is None or not (c.is_weight(factor) or gain):
         return None
     spread = views.expand(views.identity(own), shape)
     if spread is None:
@@ -568,8 +571,13 @@ def join_stages(
     which = () if first.chosen is None else (Atom(first.chosen, first.tokens[first.chosen], 1),)
     if which != (() if second.chosen is None else tokens[second.chosen]):
         return mismatch
-    steps = tuple(reversed(walk.steps))
-    odd = _along_tokens(steps, first.out_dims, r)
+    steps = tuple(
+        dataclasses.replace(step, kind="gain")
+        if which and views.compose(step.dims, first.out_dims) == (which,)
+        else step
+        for step in reversed(walk.steps)
+    )
+    odd = _along_tokens([step for step in steps if step.kind != "gain"], first.out_dims, r)
     if odd is not None:
         why = "a constant between the products varies along tokens"
         return Refusal("between", why, odd.key or walk.key)

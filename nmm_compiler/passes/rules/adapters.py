@@ -254,7 +254,7 @@ def _branch(graph: Canonical, base: Any, x: Any, write: Any) -> _Branch | None:
 
 def _number(chain: Chain) -> float:
     """Return the number that multiplies a chain, 0 where something else stands around it."""
-    plain = all(step.kind == "scale" and step.key is None for step in chain.steps)
+    plain = all(s.kind == "gain" or (s.kind == "scale" and s.key is None) for s in chain.steps)
     return math.prod(step.number for step in chain.steps) if plain else 0.0
 
 
@@ -266,7 +266,10 @@ def _gathered(graph: Canonical, base: Any, more: Key) -> _Call | None:
     own = read_stage(graph, product, form, True, computed=True)
     if chain is None or chain.second is None or isinstance(own, Refusal):
         return None
-    picked: list[Any] = [chain.u.key, chain.v.key, *([] if gains is None else [gains])]
+    between = [graph.base(s.key)[0] for s in chain.middle if s.kind == "gain" and s.key]
+    picked: list[Any] = [chain.u.key, chain.v.key, *([] if gains is None else [gains]), *between]
+    if len(picked) > 3:
+        return None
     stacks, (index, *others) = zip(*map(gathered, picked), strict=True)
     whole = graph.sizes(index) == graph.sizes(x)[:1] and len(graph.sizes(x)) in (2, 3)
     of_tokens = axes_over(chain.first, graph.base(chain.first.x)[1])[1]
