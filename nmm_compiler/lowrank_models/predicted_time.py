@@ -39,6 +39,7 @@ from nmm_compiler.lowrank_models.meta_copies import (
 from nmm_compiler.lowrank_models.ranks import Shape
 from nmm_compiler.lowrank_models.report import Timed
 from nmm_compiler.ops.launches import dtype_name
+from nmm_compiler.passes.chains.safety import covered
 from nmm_compiler.passes.graph.canonical import Canonical, Key, Product, owner_of
 from nmm_compiler.passes.graph.capture import all_graphs, arguments, collect_values
 from nmm_compiler.passes.graph.read_graph import read_graph
@@ -120,13 +121,13 @@ def together(c: Canonical, products: Sequence[Computed]) -> list[Together]:
 def _gated(c: Canonical, last: Computed, at: dict[fx.Node, Computed]) -> Together | None:
     """Return gate, up and down where a product is down(act(gate x) * up x), else None."""
     h = owner_of(last.x)
-    for _, (activation, inner, nodes), other in gates_at(c, h):
+    for _, (activation, inner), other in gates_at(c, h):
         gate, up = (at.get(owner_of(c.base(key)[0])) for key in (inner, other))
         if gate is None or up is None or gate is up or gate.x is not up.x:
             continue
         # no kernel returns other features than those of x
         if activation in ACTIVATIONS and last.spec.n == gate.spec.k:
-            return Together((gate, up, last), activation, nodes | {h})
+            return Together((gate, up, last), activation, covered(c, h, [inner, other]))
     return None
 
 

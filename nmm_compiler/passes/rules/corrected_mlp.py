@@ -37,11 +37,11 @@ class CorrectedMLP(KernelRule):
 
     def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
         """Propose linears that a product of two linears of one x feeds."""
-        yield from mlps_at(graph, node, read_adapted, lambda c, key: bool(read_adapted(c, key)))
+        yield from mlps_at(graph, node, read_adapted)
 
     def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
         """Read the weights, which are stored alike, and check that one kernel pays."""
-        node, down, (_, (activation, inner, _), key) = candidate
+        node, down, (_, (activation, inner), key) = candidate
         chains = [read_adapted(graph, inner), read_adapted(graph, key), down]
         read = (with_base(graph, Call.of_chain(graph, one)) for one in chains if one is not None)
         calls = [one for one in read if isinstance(one, Call) and not one.chain.biased]

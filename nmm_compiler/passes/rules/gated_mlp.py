@@ -28,11 +28,10 @@ from nmm_compiler.passes.chains.chain import (
     Chain,
     is_whole_feature,
     over_base,
-    path_nodes,
     read_projection,
     same_tokens,
 )
-from nmm_compiler.passes.chains.safety import Refusal, covered, real_users, refuse
+from nmm_compiler.passes.chains.safety import Refusal, real_users, refuse
 from nmm_compiler.passes.emit.calls import Call
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import (
@@ -42,7 +41,6 @@ from nmm_compiler.passes.graph.canonical import (
     Key,
     Product,
     Scale,
-    Virtual,
 )
 from nmm_compiler.passes.graph.views import Dims
 from nmm_compiler.passes.rules.base import KernelRule, Match
@@ -52,19 +50,9 @@ from nmm_compiler.passes.rules.lowrank import products_at
 GATES = ("silu", "gelu", "gelu_tanh", "relu", "identity")
 
 
-def _is_product(c: Canonical, key: Key) -> bool:
-    form = c.form(key)
-    inner = isinstance(form, Add) and isinstance(form.a, Virtual)
-    return inner or isinstance(form, Product)
-
-
-def gates_at(
-    c: Canonical, node: Key, is_linear: Callable[[Canonical, Key], bool] = _is_product
-) -> Iterator[Any]:
-    """Yield (node, the activated factor, the other) for a product of two activations.
-
-    is_linear: says of a factor that no activation may stand behind it.
-    """
+def gates_at(c: Canonical, node: Key) -> Iterator[Any]:
+    """Yield (node, the name and the argument of the activation, the other factor) for a product of
+    two activations."""
     form = c.forms.get(node)
     if not isinstance(form, Scale) or isinstance(form.factor, float) or c.is_weight(form.factor):
         return
@@ -73,23 +61,19 @@ def gates_at(
     for gate, up in form.orders:
         function = c.form(gate)
         if isinstance(function, Activation) and c.is_whole(gate):
-            nodes = covered(c, gate, [function.value])
-            yield node, (function.name, function.value, nodes), up
-    if is_linear(c, form.value) and is_linear(c, form.factor):
-        yield node, ("identity", form.value, path_nodes(c, form.value)), form.factor
+            yield node, (function.name, function.value), up
+    if all(isinstance(c.form(key), (Product, Add)) for key in (form.value, form.factor)):
+        yield node, ("identity", form.value), form.factor
 
 
 def mlps_at(
-    c: Canonical,
-    node: fx.Node,
-    read: Callable[[Canonical, Key], Chain | None],
-    is_linear: Callable[[Canonical, Key], bool] = _is_product,
+    c: Canonical, node: fx.Node, read: Callable[[Canonical, Key], Chain | None]
 ) -> Iterator[Any]:
     """Yield (node, the linear that ends at it, a candidate of `gates_at` that it reads)."""
     down = read(c, node) if node in c.forms else None
     h = None if down is None else c.base(down.first.x)[0]
     if isinstance(h, fx.Node) and h is not node:
-        for gates in gates_at(c, h, is_linear):
+        for gates in gates_at(c, h):
             yield node, down, gates
 
 
@@ -99,7 +83,7 @@ def read_gated(c: Canonical, candidate: Any, down: Chain | None = None) -> Call 
     At least one projection, `down` included, has to be low-rank, or h so narrow that gate, up and
     down are a bottleneck.
     """
-    node, (activation, inner, _), up_key = candidate
+    node, (activation, inner), up_key = candidate
     gate, up = read_projection(c, inner), read_projection(c, up_key)
     if gate is None or up is None:
         return _no_projection(c, node, inner, up_key)
