@@ -199,10 +199,6 @@ class Attempt:
             if self.dropped:
                 return
         self.editor.erase(self.taken.union(self.editor.added), read)
-        new = {old.name: one.name for old, one in self.editor.replaced.items()}
-        for match in self.result.matches:
-            if match not in self.matches:  # an earlier one, whose call may have been replaced
-                match.emitted = tuple((old, new.get(made, made)) for old, made in match.emitted)
         if self.built_in:
             sweep(c)
             self.result.transposes_after += count_transposes(c)
