@@ -263,8 +263,6 @@ class _Propagation(fx.Interpreter):
         """Call a module on fake buffers: batch norm counts its calls in one."""
         module = super().fetch_attr(target)
         buffers = {name: self.fake(value) for name, value in module.named_buffers()}
-        if not buffers:
-            return module(*args, **kwargs)
         return torch.func.functional_call(module, buffers, args, kwargs)
 
     def fetch_attr(self, target: str) -> Any:
