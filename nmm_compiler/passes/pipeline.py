@@ -137,25 +137,18 @@ class Attempt:
         c = self.c
         for candidate in rule.pattern(c, node):
             found = _checked(rule, rule.check(c, candidate))
-            if found is None:
-                continue
-            if isinstance(found, Refusal) and found.agreed:
+            if isinstance(found, Match) and not self.faults.is_left(rule.name, found.name):
+                moved = moving(c, found.nodes)
+                if moved.isdisjoint(self.moved):
+                    self.moved |= moved
+                    self.matches.append(found)
+                    return
+            elif isinstance(found, Refusal) and found.agreed:
                 near = (found.agreed, f"at {found.node.name} {found.reason}")
                 self.result.nearest[rule.name] = max(self.result.nearest[rule.name], near)
-                continue
-            moved = set[fx.Node]()
-            if isinstance(found, Match):
-                if self.faults.is_left(rule.name, found.name):
-                    continue
-                moved = moving(c, found.nodes)
-            if isinstance(found, Refusal):
-                if found.reason:
-                    declined = Declined.of(rule.name, found, node, self.faults.graph)
-                    self.declined.append((declined, found.report_even_if_superseded))
-            elif moved.isdisjoint(self.moved):
-                self.moved |= moved
-                self.matches.append(found)
-                return
+            elif isinstance(found, Refusal) and found.reason:
+                declined = Declined.of(rule.name, found, node, self.faults.graph)
+                self.declined.append((declined, found.report_even_if_superseded))
 
     def combine(self) -> None:
         """Let rules join matches into groups, and add the findings to the report."""
