@@ -489,14 +489,13 @@ def rule_order(options: Options, rules: Sequence[Rule | str] | None) -> tuple[Ru
     objects = [entry.name for entry in given if isinstance(entry, Rule)]
     order: list[Rule] = []
     for entry in given:
+        named = known.get(entry) if isinstance(entry, str) else entry
         if entry == "...":
             order += (rule for rule in RULES if rule.name not in (*given, *objects))
+        elif isinstance(named, Rule) and objects.count(named.name) <= 1:
+            order.append(named)
         elif isinstance(entry, str):
-            if entry not in known:
-                raise UnknownNameError("rule", entry, [*known, "..."])
-            order.append(known[entry])
-        elif isinstance(entry, Rule) and objects.count(entry.name) == 1:
-            order.append(entry)
+            raise UnknownNameError("rule", entry, [*known, "..."])
         else:
             wanted = (
                 "names of built-in rules, or rules as objects, MyRule(), each with its own name"

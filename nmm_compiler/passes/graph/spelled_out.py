@@ -85,9 +85,7 @@ def _read(c: Canonical, end: fx.Node) -> Activation | Norm | None:
     steps = [end]
     for node in steps:
         for operand in node.all_input_nodes:
-            value = c.views.get(operand)
-            if value is None:
-                continue
+            value = c.views[operand]
             readers.setdefault(value, []).append(operand)
             step = _step(c, value)
             if step is not None and step not in steps and len(steps) < _LARGEST:
@@ -138,7 +136,7 @@ def _program(c: Canonical, end: fx.Node, value: fx.Node, steps: set[fx.Node]) ->
     program: list[Any] = []
 
     def operand(node: Key) -> _Value:
-        value = c.views.get(node, (node, ()))
+        value = c.views[node]
         if value not in values:
             step = _step(c, value)
             if step is None:
