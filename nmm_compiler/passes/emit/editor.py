@@ -136,16 +136,12 @@ class Editor:
         """Return the fx node of a value that a kernel reads, cast to the dtype it computes in."""
         node = self.node(key)
         if node in self.c.quantized:
-            node = self._dequantized(node)
+            plain = self.c.values[node].dequantize()
+            node = self._add("call_method", "dequantize", (node,), {}, plain)
         old = None if self.dtype is None else self.c.values[node].dtype
         if old == self.dtype or old is None:
             return node
         return self.call(aten._to_copy.default, node, dtype=self.dtype)
-
-    def _dequantized(self, node: fx.Node) -> fx.Node:
-        """Return the plain tensor that a quantized weight stands for."""
-        value = self.c.values[node].dequantize()
-        return self._add("call_method", "dequantize", (node,), {}, value)
 
     def hoist(self) -> None:
         """Move `get_attr` nodes to the top, so that a call may stand anywhere."""
