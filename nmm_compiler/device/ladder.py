@@ -67,11 +67,6 @@ class Rung:
     file: Path = KERNELS
     nki: str = "0.5"
 
-    @property
-    def at(self) -> str:
-        """Return what `simulate` takes for this kernel."""
-        return f"{self.file}:{self.kernel}"
-
 
 def _same(x: Array) -> tuple[Array, ...]:
     return (x,)
@@ -301,7 +296,7 @@ def predicted_us(rung: Rung, target: Target) -> float | None:
     """Return the latency of a rung by this package's timing model, None where it refuses it."""
     arrays = [ArraySpec(shape, dtype) for shape, dtype in rung.operands]
     try:
-        simulation = simulate(rung.at, *arrays, target=target, mode="timing")
+        simulation = simulate(f"{rung.file}:{rung.kernel}", *arrays, target=target, mode="timing")
     except NmmError:  # the run's own verdict says what is wrong
         return None
     return round(float(simulation.profile.latency_us), 3) if simulation.profile else None
@@ -312,7 +307,7 @@ def _run(
 ) -> tuple[list[Array], float | None]:
     """Return the results of one run in float64, and the host time of a launch on a device."""
     if executor == "simulator":
-        found = simulate(rung.at, *arrays, target=target, mode="functional")
+        found = simulate(f"{rung.file}:{rung.kernel}", *arrays, target=target, mode="functional")
         return [y.astype(np.float64) for y in found.outputs or ()], None
     source = read_source(rung.file)
     kernel = SimpleNamespace(  # what the launchers read of a kernel; the file is this package's own

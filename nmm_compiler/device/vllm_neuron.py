@@ -121,14 +121,13 @@ def _lowered(work: Compilation, gm: fx.GraphModule) -> fx.GraphModule:
 
 def _call(node: fx.Node) -> GraphCall:
     """Return a call of an op, on the metadata of its operands."""
-    called = graph_call(node, meta_value)
-    assert called is not None
+    called: Any = graph_call(node, meta_value)
     if not isinstance(called[3], int):
         raise NeuronSetupError(
             f"{node.name} has a symbolic token count, and Neuron compiles static shapes; compile "
             "with dynamic=False, one graph for each bucket"
         )
-    return called
+    return cast(GraphCall, called)
 
 
 def _replace(work: Compilation, gm: fx.GraphModule, node: fx.Node, launch: Launch) -> None:
