@@ -45,7 +45,8 @@ from nmm_compiler.passes.graph.capture import all_graphs, arguments, collect_val
 from nmm_compiler.passes.graph.read_graph import read_graph
 from nmm_compiler.passes.rules.gated_mlp import gates_at
 from nmm_compiler.passes.rules.lowrank import products_at
-from nmm_compiler.prices.ways import Row, alternatives, beside, fastest
+from nmm_compiler.prices.kernel import row_us
+from nmm_compiler.prices.ways import Row, alternatives, beside
 from nmm_compiler.targets import Target
 
 Rank = int | None
@@ -225,7 +226,7 @@ def call_us(
         else LowRankSpec(m=tokens, k=k, r=rank, n=n, **factors)
         for k, n, rank in sizes
     )  # fmt: skip
-    return fastest(rows_of(each, activation, fp8), target, 1, source)[1]
+    return min(row_us(row, target, 1, source) for row in rows_of(each, activation, fp8))
 
 
 # -- what all layers take -----------------------------------------------------------------------

@@ -12,8 +12,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
-from collections.abc import Iterable
 from typing import Any
 
 from nmm_compiler.codegen.machine_target import machine_target
@@ -104,13 +102,6 @@ def ways(call: Any, target: str | Target, lnc: int = 1, source: str = "closed_fo
         if source == "closed_form" and getattr(call, "fp8", False)
         else ERRORS[source],
     )
-
-
-def fastest(rows: Iterable[Row], target: str | Target, lnc: int, source: str) -> tuple[Row, float]:
-    """Return the row of launches that takes the least, and its microseconds with their gaps."""
-    chip = machine_target(target)
-    each = ((row, row_us(row, chip, lnc, source)) for row in rows)
-    return min(each, key=lambda one: one[1], default=((), math.inf))
 
 
 @functools.lru_cache(maxsize=4096)
