@@ -53,8 +53,6 @@ from nmm_compiler.report.text import as_text
 _TEXT = ("target", "weights", "quality")  # columns that hold words
 SETTING = ("target", "tp", "batch", "prompt", "context")
 """Arguments of `predict` that a plan crosses, and fields of what it returns."""
-Again = Callable[..., ModelPrediction]
-"""Predicts the same setting with some arguments of `predict` changed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,11 +89,14 @@ def settings(base: ModelPrediction) -> dict[str, dict[str, Any]]:
 
 
 def changes(
-    base: ModelPrediction, again: Again, low_rank: Mapping[float, ModelPrediction]
+    base: ModelPrediction,
+    again: Callable[..., ModelPrediction],
+    low_rank: Mapping[float, ModelPrediction],
 ) -> tuple[Change, ...]:
     """Return what each change would bring, the largest gain first.
 
-    low_rank: predictions at other ratios, which are at hand. What cannot be predicted, as a format
+    again: predicts the same setting with some arguments of `predict` changed. low_rank: predictions
+    at other ratios, which are at hand. What cannot be predicted, as a format
     that the target lacks, is left out.
     """
     others = {f"low rank, ratio {ratio:g}": one for ratio, one in low_rank.items()}

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import functools
 import re
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -86,7 +85,7 @@ def shard(model: MetaModel, tp: int) -> None:
     if getattr(model.module, "_tp_plan", None):
         found = {**_usual_roles(model.module), **found}
     parents = {name: model.module.get_submodule(name.rpartition(".")[0]) for name in found}
-    heads = {parent: _Heads.of(parent) for parent in parents.values()}  # before any is cut
+    heads = {parent: _heads(parent, tp) for parent in parents.values()}  # before any is cut
     for name, role in found.items():
         _cut(parents[name], name.rpartition(".")[2], role, tp, heads[parents[name]])
     if not found:
@@ -102,31 +101,20 @@ def _usual_roles(model: nn.Module) -> dict[str, str]:
     return {name: role for name, role in roles.items() if role and re.search(r"\.\d+\.", name)}
 
 
-@dataclass(frozen=True)
-class _Heads:
-    """The heads of an attention module: features of each, query heads, key heads."""
-
-    size: int
-    queries: int
-    keys: int
-
-    @classmethod
-    def of(cls, parent: nn.Module) -> _Heads | None:
-        """Return the heads of a module, None where it has none."""
-        size, groups = getattr(parent, "head_dim", None), getattr(parent, "num_key_value_groups", 1)
-        query = getattr(parent, "q_proj", None)
-        if not isinstance(size, int) or query is None:
-            return None
-        queries = query.out_features // size
-        return cls(size, queries, queries // groups)
-
-    def cut(self, tp: int) -> tuple[int, int]:
-        """Return (query heads, key heads) of one core."""
-        keys = max(1, -(-self.keys // tp))
-        return keys * max(1, -(-self.queries // (tp * keys))), keys
+def _heads(parent: nn.Module, tp: int) -> tuple[int, int, int, int] | None:
+    """Return of an attention module the features of a head, the query heads, and those and the key
+    heads of one core; None where it has no heads."""
+    size, query = getattr(parent, "head_dim", None), getattr(parent, "q_proj", None)
+    if not isinstance(size, int) or query is None:
+        return None
+    queries = query.out_features // size
+    keys = max(1, -(-(queries // getattr(parent, "num_key_value_groups", 1)) // tp))
+    return size, queries, keys * max(1, -(-queries // (tp * keys))), keys
 
 
-def _cut(parent: nn.Module, name: str, role: str, tp: int, heads: _Heads | None) -> None:
+def _cut(
+    parent: nn.Module, name: str, role: str, tp: int, heads: tuple[int, int, int, int] | None
+) -> None:
     """Replace one linear of `parent` by what one core holds of it."""
     old = getattr(parent, name)
     bias, dtype = old.bias is not None, next(old.parameters()).dtype
@@ -134,13 +122,13 @@ def _cut(parent: nn.Module, name: str, role: str, tp: int, heads: _Heads | None)
     if heads is None:
         part_k, part_n = -(-k // tp), -(-n // tp)
     else:
-        queries, keys = heads.cut(tp)
-        part_n = heads.size * (queries if n == heads.size * heads.queries else keys)
-        part_k = heads.size * queries
+        size, whole, queries, keys = heads
+        part_n = size * (queries if n == size * whole else keys)
+        part_k = size * queries
         if hasattr(parent, "num_key_value_groups"):
             setattr(parent, "num_key_value_groups", queries // keys)  # noqa: B010
         for own, numbers in list(parent.named_parameters(recurse=False)):
-            if numbers.shape == (heads.queries,):  # one a head, as an attention sink
+            if numbers.shape == (whole,):  # one a head, as an attention sink
                 setattr(parent, own, nn.Parameter(numbers[:queries], False))
     sizes = (part_k, n) if role == "rowwise" else (k, part_n)
     new: nn.Module

@@ -46,10 +46,10 @@ from nmm_compiler.prices.ways import Row
 _FEW_TOKENS = 128
 """Tokens of one block of a kernel: the norm of so many is computed once, while weights arrive."""
 
+# Engine passes over a tile of scores, without a kernel of ours: a published fused kernel takes 28
+# us for 512 and 188 us for 2048 tokens of one head of 128 features on trn2, so 160 us for 3.93 M
+# scores more.
 SCORE_PASSES = 12.3
-"""Engine passes over a tile of scores, without a kernel of ours: a published fused kernel takes 28
-us for 512 and 188 us for 2048 tokens of one head of 128 features on trn2, so 160 us for 3.93 M
-scores more."""
 
 Inputs = Mapping[str, Any] | Sequence[Any]
 Graphs = Sequence[tuple[fx.GraphModule, Sequence[Any]]]
@@ -108,7 +108,7 @@ def walk_graphs(
     pieces: list[Piece] = []
     for graph, given in graphs:
         result = rewrite(graph, tuple(given), options={"target": target, "lnc": lnc})
-        c = _read(result.graph_module, given)
+        c = read_graph(result.graph_module, collect_values(result.graph_module, given))
         names = parameter_names(model.module, result.graph_module, given)
         pieces += _Walk(model, c, names, takes_norms).pieces()
     return pieces
@@ -116,14 +116,10 @@ def walk_graphs(
 
 def walk_graph(graph: fx.GraphModule) -> list[Piece]:
     """Return the pieces of a graph that was rewritten and whose nodes have their metadata."""
-    c = _read(graph, None)
+    c = read_graph(graph, collect_values(graph, None))
     holders = [n for n in graph.graph.nodes if n.op == "placeholder" and n in c.constant]
     names = {n: n.name for n in holders}
     return _Walk(MetaModel(graph, "graph"), c, names, takes_norms=False).pieces()
-
-
-def _read(graph: fx.GraphModule, given: Sequence[Any] | None) -> Canonical:
-    return read_graph(graph, collect_values(graph, given))
 
 
 @dataclass
@@ -191,7 +187,7 @@ class _Walk:
         name = getattr(node.target, "__name__", str(node.target)).partition(".")[0]
         if name in COLLECTIVES:
             moved = max(self._bytes(n) for n in (node, *node.all_input_nodes))
-            self._add(name, node, bytes=moved)
+            self.found.append(self._piece(name, node, bytes=moved))
             return True
         if "scaled_dot_product" in name:
             self.attention.append(node)
@@ -208,7 +204,7 @@ class _Walk:
         if c.base(node)[0] is not node:
             return False
         if name in ("embedding", "index_select", "gather"):
-            self._add("copy", node, bytes=2 * self._bytes(node))
+            self.found.append(self._piece("copy", node, bytes=2 * self._bytes(node)))
             return True
         if "conv" in name or name in ("bmm", "matmul", "_grouped_mm", "einsum"):
             self._unread_product(node)
@@ -216,7 +212,8 @@ class _Walk:
         cached = {n for n in node.all_input_nodes if n.op == "placeholder" and n not in self.names}
         if name == "cat" and cached:
             new = sum(self._bytes(n) for n in node.all_input_nodes if n not in cached)
-            self._add("copy", node, bytes=2 * new)  # one token's keys or values, written in place
+            # one token's keys or values, written in place
+            self.found.append(self._piece("copy", node, bytes=2 * new))
             return False
         if name not in ("arange", "_log_api_usage_once", "zeros", "ones", "full", "empty"):
             size = [self._size(n) for n in (node, *node.all_input_nodes) if n not in self.names]
@@ -252,7 +249,7 @@ class _Walk:
             shape = self.c.shape(inputs[0]) or (1,)
             depth = int(shape[-1])
         moved = sum(self._bytes(n) for n in inputs) + self._bytes(node)
-        self._add("product", node, bytes=moved, flops=2 * out * depth)
+        self.found.append(self._piece("product", node, bytes=moved, flops=2 * out * depth))
 
     def _attention(self, node: fx.Node) -> None:
         """Add the piece of a call of attention, and the rotation of few queries, where nothing else
@@ -371,9 +368,6 @@ class _Walk:
     def _bytes(self, node: fx.Node) -> int:
         value = self.c.tensor(node)
         return 0 if value is None else int(value.nbytes)
-
-    def _add(self, kind: str, node: fx.Node, **sizes: Any) -> None:
-        self.found.append(self._piece(kind, node, **sizes))
 
     def _piece(self, kind: str, node: fx.Node, names: Sequence[str] = (), **sizes: Any) -> Piece:
         """Return a piece of a node. names: of the parameters that it multiplies by."""
