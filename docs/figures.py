@@ -127,7 +127,7 @@ def lines(series: Mapping[str, Points], x_title: str, y_title: str, text: str) -
     body.append(charts.label((x.start + x.stop) / 2, HEIGHT - 8, x_title, "middle"))
     turned = f'transform="translate(14 {HEIGHT / 2}) rotate(-90)"'
     body.append(f'<text {turned} text-anchor="middle">{html.escape(y_title)}</text>')
-    for (name, found), colour in zip(series.items(), charts.colours(len(series)), strict=True):
+    for (name, found), colour in zip(series.items(), charts.COLOURS, strict=False):
         if len(found) > 1:
             path = " ".join(f"{x.at(a)},{y.at(b)}" for a, b in found)
             body.append(

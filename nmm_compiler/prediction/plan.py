@@ -46,7 +46,7 @@ from nmm_compiler.prices.ways import ERRORS
 from nmm_compiler.records import Record
 from nmm_compiler.report.charts import gain_bars
 from nmm_compiler.report.headline import told_apart
-from nmm_compiler.report.parts import Drawing, Grid, Line, Part, Section
+from nmm_compiler.report.parts import Drawing, Grid, Line, Part
 from nmm_compiler.report.shown import Shown
 from nmm_compiler.report.text import as_text
 
@@ -294,7 +294,7 @@ class Plan(Shown, Record):
         return first.phases[phase].us / p.phases[phase].us
 
     def parts(self) -> Sequence[Part]:
-        """Return the verdict, the table, and the lines of the best setting."""
+        """Return the verdict, the table, what would change it, and the measured times."""
         first, *more = self.verdict()
         made: list[Part] = [Line(first, "headline"), *map(Line, more), *self._table()]
         if self.changes:
@@ -331,9 +331,6 @@ class Plan(Shown, Record):
                 (_setting(p), p.step_gain, told_apart(p.step_gain, ERRORS[p.price])) for p in low
             ]
             made.append(gain_bars(gains, "times as fast as dense, by setting"))
-        if self.best is not None:
-            detail = tuple(self.best.parts())
-            made.append(Section("the best setting in detail", detail, folded=True))
         return made
 
     def _table(self) -> list[Part]:
@@ -355,9 +352,8 @@ class Plan(Shown, Record):
         ]  # fmt: skip
 
     def table(self, width: int | None = None) -> str:
-        """Return verdict and table as text; only the page has the chart and the best setting."""
-        short = [p for p in self.parts() if not isinstance(p, (Drawing, Section))]
-        return as_text(short, width)
+        """Return the plan as text, without the charts."""
+        return as_text([p for p in self.parts() if not isinstance(p, Drawing)], width)
 
     def __repr__(self) -> str:
         return f"<Plan: {self.name}, {len(self.predictions)} predictions; {self.verdict()[0]}>"

@@ -55,7 +55,7 @@ def bars(
     for (name, values), total in zip(rows, totals, strict=True):
         ends = [0.0, *itertools.accumulate(values)]
         said = [f"{key}: {value:.4g} {unit}" for key, value in zip(keys, values, strict=True)]
-        parts = zip(ends, ends[1:], colours(len(keys)), said, strict=False)
+        parts = zip(ends, ends[1:], itertools.cycle(COLOURS), said, strict=False)
         drawn.append((name, tuple(parts), total))
     body, top = _stacked(drawn, axis, legend(keys, 4))
     return Drawing(svg(body, top + 10, text), text)
@@ -104,18 +104,13 @@ def _stacked(
     return body, top
 
 
-def colours(count: int) -> list[str]:
-    """Return a CSS variable for each of `count` series."""
-    return [COLOURS[i % len(COLOURS)] for i in range(count)]
-
-
 def legend(names: Sequence[str], top: float, taken: Sequence[str] = ()) -> tuple[list[str], float]:
     """Return the legend, in rows from `top` on, and the vertical position where it ends.
 
     taken: the colours, by default those of series.
     """
     body, left = [], float(_LEFT + 8)
-    for name, colour in zip(names, taken or colours(len(names)), strict=True):
+    for name, colour in zip(names, itertools.cycle(taken or COLOURS), strict=False):
         wide = 30 + 7 * len(name)
         if left > _LEFT + 8 and left + wide > WIDTH:
             left, top = float(_LEFT + 8), top + 18
