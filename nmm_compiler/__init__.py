@@ -7,8 +7,8 @@ Four ways in:
     nmm_compiler.predict(model, "trn2", ratio=0.2)     what a model will take, dense and low-rank
     nmm_compiler.build_kernel(spec), simulate(...)     kernels: NKI source, checked, timed on a CPU
 
-Only the names of this module are public. They load on first use, so that importing the package and
-`nmm --help` stay quick.
+Only the names of this module are public. All but `targets` load on first use, so that importing the
+package and `nmm --help` stay quick.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from nmm_compiler import targets as targets
 from nmm_compiler.version import VERSION
 
 if TYPE_CHECKING:
-    from nmm_compiler import targets as targets
     from nmm_compiler.backend import last_report as last_report
     from nmm_compiler.backend import reports as reports
     from nmm_compiler.codegen.build import build_kernel as build_kernel
@@ -81,8 +81,6 @@ __all__ = [*sorted(_HOMES), "__version__", "targets"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "targets":
-        return importlib.import_module("nmm_compiler.targets")
     if name not in _HOMES:
         raise AttributeError(f"module 'nmm_compiler' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)

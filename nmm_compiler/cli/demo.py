@@ -16,16 +16,15 @@ import multiprocessing
 import random
 import re
 import time
-import warnings
 from typing import Annotated, Any
 
 import typer
 
 from nmm_compiler.cli import models, values
-from nmm_compiler.errors import CacheWarning, ModelError
+from nmm_compiler.cli.endings import say
+from nmm_compiler.errors import ModelError
 from nmm_compiler.lowrank_models.progress import steps
 from nmm_compiler.options import let_threads_sleep
-from nmm_compiler.report.parts import Grid, Line, Part
 
 _HELD_OUT_SHARE = 0.25
 _LENGTH, _LEARNED, _JUDGED = 256, 16, 4
@@ -49,31 +48,25 @@ def demo(
 
     started = time.monotonic()
     forms = {name: read_form(name) for name in (*DEFAULT, form or DEFAULT[0])}
-    values.show(
+    say(
         f"{models.LANGUAGE_MODEL} on {target}: about a minute on two free cores, and some minutes "
-        "more if the best form has a branch, which is fitted to data",
-        stderr=True,
+        "more if the best form has a branch, which is fitted to data"
     )
     let_threads_sleep()  # two processes share the cores
     # Predictions need shapes only: a second process makes them while the model is loaded.
-    beside = concurrent.futures.ProcessPoolExecutor(
-        1, multiprocessing.get_context("spawn"), initializer=_quiet
-    )
-    try:
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, spawn) as beside:
         figures = _run(form, forms, target, beside)
-        beside.shutdown()  # else a process that still ends may complain when this one does
-    finally:
-        beside.shutdown(wait=False, cancel_futures=True)
     passed = bool(figures["passed"])  # no kernel, or one that is wrong, fails it
     said = "every kernel passed its check" if passed else "a check FAILED"
-    parts = [*figures.pop("parts"), Line(f"took {time.monotonic() - started:.0f} s; {said}")]
-    return values.Answer(figures, [parts], passed=passed)
+    shown = [*figures.pop("shown"), f"took {time.monotonic() - started:.0f} s; {said}"]
+    return values.Answer(figures, shown, passed=passed)
 
 
 def _run(
     form: str | None, forms: dict[str, Any], target: str, beside: concurrent.futures.Executor
 ) -> dict[str, Any]:
-    """Run the flow; return its figures and, as "parts", its table."""
+    """Run the flow; return its figures and, as "shown", what to print."""
     import torch
 
     from nmm_compiler.lowrank_models.apply import compress
@@ -83,8 +76,8 @@ def _run(
         plan = beside.submit(predicted_forms, models.LANGUAGE_MODEL, tuple(forms), target)
         model, tokenizer = models.language_model()
         model = model.to(torch.bfloat16)
-        learned, judged = (_passages(tokenizer, text) for text in manual_split())
-        judged = _spread(judged, _JUDGED)
+        text, held_out = manual_split()
+        judged = _passages(tokenizer, held_out, _JUDGED)
         step("judging the dense model")
         before = _perplexity(model, judged)
 
@@ -97,49 +90,30 @@ def _run(
         proving = beside.submit(proofs_of, _kernels_of(taken, priced), target)
 
         step(f"making the weights {chosen.name}")
-        report = None
+        done = "all weights stay as they are"
         if chosen.keywords():
             branch = chosen.rank or chosen.ratio is not None
-            data = [{"input_ids": row[None]} for row in _spread(learned, _LEARNED)]
+            data = [{"input_ids": row[None]} for row in _passages(tokenizer, text, _LEARNED)]
             report = compress(
                 model, **chosen.keywords(), target=target, allow_slower=True,
                 calibration=data if branch else None,
             )  # fmt: skip
+            left = 1 - report.achieved_ratio
+            done = f"{len(report.compressed)} weight matrices became {chosen.name}, {left:.2f} of "\
+                "their bytes"  # fmt: skip
         step("judging the quality")
         after = _perplexity(model, judged)
         step(f"proving the kernels of {chosen.name}")
         proofs = proving.result()
     right = sum(proof.passed for proof in proofs)
-    perplexities = {dense: f"{before:.2f}", chosen.name: f"{after:.2f}"}
-    times = [f"{phase.name} ms" for phase in planned.predictions[0].phases]
-    head = ("weights", "MiB", "perplexity", *times, "gain", "")
-    rows = [
-        (
-            p.form,
-            f"{p.memory.needed_bytes / 2**20:,.0f}",
-            perplexities.get(p.form, "-"),
-            *(f"{phase.us / 1e3:.2f}" for phase in p.phases),
-            f"{planned.over_first(p):.2f}x",
-            "taken" if p.form == chosen.name else "",
-        )
-        for p in planned.predictions
+    shown = [
+        f"{models.LANGUAGE_MODEL}, a language model: {done}",
+        f"{right} of the {len(proofs)} kernels that the times of {chosen.name} are made of agree "
+        "with float64, run from their source in the simulator",
+        planned.table(),
+        f"perplexity of {judged.numel():,} tokens that calibrated nothing, measured here: "
+        f"{before:.2f} in {dense}, {after:.2f} in {chosen.name}",
     ]
-    done = "all weights stay as they are"
-    if report is not None:
-        done = (
-            f"{len(report.compressed)} weight matrices became {chosen.name}, "
-            f"{1 - report.achieved_ratio:.2f} of their bytes"
-        )
-    parts: list[Part] = [
-        Line(f"{models.LANGUAGE_MODEL}, a language model: {done}"),
-        Line(f"{right} of the {len(proofs)} kernels that the times of {chosen.name} are made of "
-             "agree with float64, run from their source in the simulator"),
-        Grid.of(head, rows, right=head[1:-1]),
-        Line(f"perplexity: measured here, of {judged.numel():,} tokens that calibrated nothing; "
-             f"times: predicted for one core of {target}, batch 1; nmm plan does it for any model",
-             "note"),
-        *(Line(text, "headline") for text in planned.verdict()),
-    ]  # fmt: skip
     return {
         "model": models.LANGUAGE_MODEL,
         "form": chosen.name,
@@ -148,7 +122,7 @@ def _run(
         "predictions": [one.to_dict() for one in planned.predictions],
         "verdict": planned.verdict(),
         "passed": right == len(proofs) > 0 and math.isfinite(after),
-        "parts": parts,
+        "shown": shown,
     }
 
 
@@ -157,14 +131,6 @@ def _kernels_of(prediction: Any, priced: list[Any]) -> list[Any]:
     rows = (re.split(r" \+ |; ", line.what) for line in prediction.lines)
     chosen = set(itertools.chain.from_iterable(rows))
     return [spec for spec in priced if spec.short() in chosen]
-
-
-def _quiet() -> None:
-    """Say nothing in the second process that this one says, too."""
-    import torch
-
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore", CacheWarning)
 
 
 def predicted_forms(name: str, forms: tuple[str, ...], target: str) -> tuple[Any, list[Any]]:
@@ -199,14 +165,12 @@ def _perplexity(model: Any, judged: Any) -> float:
     return math.exp(sum(losses) / len(losses))
 
 
-def _passages(tokenizer: Any, text: str) -> Any:
+def _passages(tokenizer: Any, text: str, count: int) -> Any:
+    """Return so many passages that are spread over a text."""
     import torch
 
     ids = torch.tensor(tokenizer(text)["input_ids"])
-    return ids[: len(ids) // _LENGTH * _LENGTH].reshape(-1, _LENGTH)
-
-
-def _spread(rows: Any, count: int) -> Any:
+    rows = ids[: len(ids) // _LENGTH * _LENGTH].reshape(-1, _LENGTH)
     return rows[:: len(rows) // count][:count]
 
 

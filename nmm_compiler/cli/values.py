@@ -12,7 +12,6 @@ import json
 import os
 import pkgutil
 import re
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -191,11 +190,5 @@ class Answer:
         if as_json:
             print(json.dumps(self.data, indent=2))
             return
-        for what in self.shown:
-            show(what)
-
-
-def show(what: str | Sequence[Part], *, stderr: bool = False) -> None:
-    """Print text or parts, no wider than the terminal; no word is broken."""
-    text = fitted(what) if isinstance(what, str) else as_text(what)
-    print(text, file=sys.stderr if stderr else sys.stdout)
+        for what in self.shown:  # no wider than the terminal; no word is broken
+            print(fitted(what) if isinstance(what, str) else as_text(what))

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from nmm_compiler.cli.commands import app
-from nmm_compiler.cli.values import show
+from nmm_compiler.cli.values import Answer
 from nmm_compiler.lowrank_models.progress import steps
 from nmm_compiler.report.parts import Grid
 from nmm_compiler.report.text import columns
@@ -183,10 +183,12 @@ def test_a_last_column_that_does_not_fit_is_below_its_row(width):
 
 def test_a_sentence_is_broken_between_words_and_a_path_never(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "40")
-    show("2 kernels: 2 built, 0 were in the cache; 11.1 s; cache: /home/you/.cache")
+    Answer({}, ["2 kernels: 2 built, 0 were in the cache; 11.1 s; cache: /home/you/.cache"]).say(
+        as_json=False
+    )
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 40
     assert len(lines) == 2
     path = "source    /home/you/.cache/nmm_compiler/v2/a/a57831c35da9b300/kernel.py"
-    show(path)
+    Answer({}, [path]).say(as_json=False)
     assert capsys.readouterr().out == f"{path}\n"
