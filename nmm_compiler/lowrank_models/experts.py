@@ -7,8 +7,8 @@ linear. `join` stacks what came out: the layer keeps its name, its weights becom
 a `StackedBase`, or both, and its forward one `nmm.experts`.
 
 Where that call cannot say what a layer computes (another function between the products, one weight
-dense and the other factors alone) it is a chain of batched products of [experts, tokens, k], in
-which the tokens that did not choose an expert are zeros.
+dense and the other factors alone) its products are batched, of [experts, tokens, k], in which the
+tokens that did not choose an expert are zeros.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nmm_compiler.kernels.experts.spec import FACTORS, HALVES
 from nmm_compiler.kernels.linear.corrected import MULTIPLIED
 from nmm_compiler.kernels.packed_formats import FORMATS, MX
 from nmm_compiler.lowrank_models.modules import LowRankLinear, distinct_modules, put
-from nmm_compiler.lowrank_models.quantize import QuantizedLinear
+from nmm_compiler.lowrank_models.quantize import Packed, QuantizedLinear
 from nmm_compiler.ops import chosen
 from nmm_compiler.ops import registration as registration  # defines torch.ops.nmm
 
@@ -39,15 +39,17 @@ class ExpertLinear(nn.Linear):
 
 
 class SplitExperts(nn.Module):
-    """Stands in for a layer of stacked experts while its experts are being factorized."""
+    """Stands in for a layer of stacked experts, `base`, while its experts are being factorized."""
+
+    base: Any
 
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
-        self._base = [base]  # in a list, so that its parameters are not registered a second time
+        # as no child, so that its parameters are not registered a second time
+        object.__setattr__(self, "base", base)
         for name in _projections(self.base):
-            self.add_module(name, nn.ModuleList())
-            for i in range(self.base.num_experts):
-                getattr(self, name).append(self._slice(name, i))
+            slices = (self._slice(name, i) for i in range(self.base.num_experts))
+            self.add_module(name, nn.ModuleList(slices))
 
     def _slice(self, name: str, i: int) -> ExpertLinear:
         """Return the linear of an expert, whose weight and bias are views of the stacked ones."""
@@ -58,11 +60,6 @@ class SplitExperts(nn.Module):
         if bias is not None:
             linear.bias = nn.Parameter(bias.detach()[i], bias.requires_grad)
         return linear.train(self.base.training)
-
-    @property
-    def base(self) -> Any:
-        """The layer that this one stands in for."""
-        return self._base[0]
 
     def forward(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
@@ -85,37 +82,20 @@ class StackedFactors(nn.Module):
     def __init__(self, down: torch.Tensor, up: torch.Tensor, trains: bool) -> None:
         super().__init__()
         self.down, self.up = nn.Parameter(down, trains), nn.Parameter(up, trains)
-
-    @property
-    def rank(self) -> int:
-        """Rank r."""
-        return self.down.shape[1]
+        self.rank = down.shape[1]
 
 
-class StackedBase(nn.Module):
+class StackedBase(Packed):
     """A weight of few bits of all experts: values [experts, n, k bits / 8], uint8, and scale
     [experts, n, k / block] or [experts, n, 1], as `QuantizedLinear` has those of one.
 
     Of MX formats the outputs of each half, and the inputs, are filled up with zeros to whole 128s.
     """
 
-    def __init__(self, values: torch.Tensor, scale: torch.Tensor, format: str) -> None:
-        super().__init__()
-        self.format = format
-        self.register_buffer("values", values)
-        if scale.is_floating_point():
-            self.scale = nn.Parameter(scale, requires_grad=False)
-        else:
-            self.register_buffer("scale", scale)
-
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the weights [experts, n, k] in a dtype."""
         made = torch.ops.nmm.dequantize(self.values, self.scale, self.format, dtype)
         return cast(torch.Tensor, made)
-
-    def extra_repr(self) -> str:
-        """Show the format."""
-        return self.format
 
 
 def is_stacked(module: nn.Module) -> bool:
@@ -273,28 +253,35 @@ class CompressedExperts(nn.Module):
         """Mix the experts: hidden [.., k], index and weights [tokens, experts a token]."""
         base = cast(Any, self)
         hidden = hidden_states.reshape(-1, hidden_states.shape[-1])
-        call = None if base.said is None else _call(base, hidden.dtype)
-        if call is not None:
+        call, formats = _call(base, hidden.dtype)
+        if base.said is not None and formats[0] == formats[1]:
             y = torch.ops.nmm.experts(hidden, call.pop("gate_up"), call.pop("down"), index, weights,
-                                      **call, **base.said)  # fmt: skip
+                                      format=formats[0], **call, **base.said)  # fmt: skip
             return cast(torch.Tensor, y).view_as(hidden_states)
+
+        def product(name: str, x: torch.Tensor, form: str) -> torch.Tensor:
+            bias = call[f"{name}_bias"]
+            own = None if bias is None else bias[:, None]
+            given = {**call, "format": form, f"{name}_bias": own}
+            return chosen.times(x, given, name, slice(None))
+
         marks = functional.one_hot(index, base.num_experts)
         shares = (marks * weights[..., None]).sum(1).mT[..., None]
         y = torch.where(marks.sum(1).mT[..., None] > 0, hidden, 0)
-        first, second = _projections(base)
-        y = _product(base, first, y)
+        y = product("gate_up", y, formats[0])
         y = _gated(base, y) if base.said is None else chosen.gated(y, **base.said)
-        y = _product(base, second, y)
+        y = product("down", y, formats[1])
         mixed = (y * shares.to(y.dtype)).sum(0)
         return mixed.view_as(hidden_states).to(hidden_states.dtype)
 
 
-def _call(layer: Any, dtype: torch.dtype) -> dict[str, Any] | None:
-    """Return the tensors and layouts of a layer's `nmm.experts`, None where there is no such
-    call."""
+def _call(layer: Any, dtype: torch.dtype) -> tuple[dict[str, Any], list[str]]:
+    """Return the tensors and layouts of a layer's `nmm.experts`, and the formats of both weights,
+    which one call has alike."""
     made: dict[str, Any] = {"weight_layout": "col", "factor_layout": "col"}
     formats = []
-    for name, weight in (("gate_up", "gate_up_proj"), ("down", "down_proj")):
+    for name, weight in zip(("gate_up", "down"), _projections(layer), strict=True):
+        made |= dict.fromkeys([f"{name}_{end}" for end in ("bias", "scale", "u", "v")])
         factors, base, dense = _parts(layer, weight)
         if layer.has_bias:
             made[f"{name}_bias"] = getattr(layer, f"{weight}_bias")
@@ -314,25 +301,7 @@ def _call(layer: Any, dtype: torch.dtype) -> dict[str, Any] | None:
         else:
             made[name] = base.values.view(torch.float8_e4m3fn)
             made[f"{name}_scale"] = base.scale.squeeze(-1)
-    if len(set(formats)) > 1:
-        return None
-    return made | {"format": formats[0]}
-
-
-def _product(layer: Any, name: str, x: torch.Tensor) -> torch.Tensor:
-    """Return the product of x [experts, tokens, k] with a stacked weight in any form."""
-    factors, base, weight = _parts(layer, name)
-    y: Any = 0
-    if base is not None:
-        weight = base.dequantized(x.dtype).mT
-    elif weight is not None and not layer.dense_transposed:
-        weight = weight.mT
-    if weight is not None:
-        y = torch.bmm(_filled(x, 2, weight.shape[1]), weight)
-    if factors is not None:
-        p = torch.bmm(_filled(x, 2, factors.down.shape[2]), factors.down.mT)
-        y = y + torch.bmm(p, factors.up.mT)
-    return y + getattr(layer, f"{name}_bias")[:, None] if layer.has_bias else y
+    return made, formats
 
 
 def _gated(base: Any, y: torch.Tensor) -> torch.Tensor:

@@ -63,9 +63,9 @@ def experts(given: Given) -> Tensor:
     rows, groups = x.reshape(-1, x.shape[-1]), given["down"].shape[0]
 
     def mlp(rows: Tensor, some: Any) -> Tensor:
-        both = _times(rows, given, "gate_up", some)
+        both = times(rows, given, "gate_up", some)
         h = gated(both, **{name: given[name] for name in _SAID})
-        return _times(h, given, "down", some)
+        return times(h, given, "down", some)
 
     if tracing() or torch.compiler.is_compiling():  # each pick's own weights: no shape is data
         y = mlp(rows.repeat_interleave(top_k, 0).unsqueeze(1), picks.clamp(min=0)).squeeze(1)
@@ -109,10 +109,10 @@ def of_group(weights: Mapping[str, Matrix], some: Any) -> dict[str, Matrix]:
     }
 
 
-def _times(x: Tensor, given: Given, name: str, some: Any) -> Tensor:
+def times(x: Tensor, given: Given, name: str, some: Any) -> Tensor:
     """Return rows times the weight of gate_up or of down, or its factors, or both, plus the bias.
 
-    some: one group, or that of each row, of which x has one more dimension.
+    some: one group, that of each row, or a slice of all; x then has a dimension more.
     """
     y: Any = 0
     weights = of_group(stacks(given, name), some)
