@@ -174,7 +174,11 @@ class CompressionReport(Shown, Record):
 
         quality: in words; default is the mean error of the layers' outputs.
         """
-        quality = quality or self.quality()
+        errors = [layer.output_error for layer in self.layers if layer.output_error is not None]
+        mean = "quality not judged: no calibration"
+        if errors:
+            mean = f"outputs of the layers off by {sum(errors) / len(errors):.1%} in the mean"
+        quality = quality or mean
         said, reason = ("", "") if self.whole is None else self.whole(quality)
         if said:
             return said
@@ -188,13 +192,6 @@ class CompressionReport(Shown, Record):
             made = f"{self.priced or unpriced}; {quality}"
         return made + (f" (the whole model is not predicted: {reason})" if reason else "")
 
-    def quality(self) -> str:
-        """Return the mean relative error of the layers' outputs over calibration, in words."""
-        errors = [layer.output_error for layer in self.layers if layer.output_error is not None]
-        if not errors:
-            return "quality not judged: no calibration"
-        return f"outputs of the layers off by {sum(errors) / len(errors):.1%} in the mean"
-
     def ranks(self) -> dict[str, int]:
         """Return {name: rank} of the low-rank layers: what `compress(rank=...)` takes."""
         return {layer.name: layer.rank for layer in self.layers if layer.rank is not None}
@@ -204,15 +201,11 @@ class CompressionReport(Shown, Record):
         asked = "explicit ranks" if self.ratio is None else f"ratio {self.ratio:g} asked"
         stored = f", base of {self.base}" if self.base else ""
         stored += f", factors of {self.factors}" if self.factors else ""
-        what = "bytes in 16 bits" if self.base else "parameters"
-        calibrated = (
-            f", {self.calibration_tokens} calibration tokens" if self.calibration_tokens else ""
-        )
         return (
             f"compressed {len(self.compressed)} of {len(self.layers)} matrices: {asked}, "
-            f"{self.achieved_ratio:.3f} of their {what} removed "
-            f"({self.model_ratio:.3f} of the model); method {self.method}, {self.allocation} "
-            f"ranks in multiples of {self.align}{calibrated}{stored}, {self.seconds:.1f} s"
+            f"{self.achieved_ratio:.3f} of them removed ({self.model_ratio:.3f} of the model); "
+            f"method {self.method}, {self.allocation} ranks in multiples of {self.align}{stored}, "
+            f"{self.seconds:.1f} s"
         )
 
     def __repr__(self) -> str:
