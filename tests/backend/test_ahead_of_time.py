@@ -44,11 +44,48 @@ from nmm_compiler.runtime.kernels import KERNELS
 assert kernel.name == line.name
 print("ran", kernel.name)
 """
+LOAD_EXPORT = """
+kind, path, values = sys.argv[2:]
+x, want = torch.load(values)
+if kind == "aoti":
+    loaded = torch._inductor.aoti_load_package(path)
+else:
+    loaded = torch.export.load(path).module()
+torch.testing.assert_close(loaded(x), want, rtol=1e-5, atol=1e-5)
+print("loaded", kind)
+"""
 
 
-@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
-def test_two_processes(inner, tmp_path, monkeypatch):
-    """Saved in this process; the other one cannot import the model."""
+class OfTheUser(nn.Module):
+    """What the other process has no code of."""
+
+    def __init__(self):
+        super().__init__()
+        self.down, self.up = nn.Linear(64, 8, bias=False), nn.Linear(8, 48)
+
+    def forward(self, x):
+        return torch.relu(self.up(self.down(x)))
+
+
+def save_rewritten(kind, path, values):
+    """Save a rewritten model as a program of this kind, with an input and its result."""
+    model, x = OfTheUser().eval().requires_grad_(False), torch.randn(5, 64)
+    result = nmm.rewrite(model, (x,), verify=True)
+    assert [m.kind for m in result.matches] == ["lowrank"]
+    program = torch.export.export(result.graph_module, (x,))
+    if kind == "aoti":
+        torch._inductor.aoti_compile_and_package(program, package_path=path)
+    else:
+        torch.export.save(program, path)
+    torch.save((x, model(x)), values)
+
+
+@pytest.mark.parametrize(
+    ("inner", "kind"),
+    [("eager", "export"), pytest.param("inductor", "aoti", marks=pytest.mark.long)],
+)
+def test_two_processes(inner, kind, tmp_path, monkeypatch):
+    """Compiled and rewritten models saved in this process; the other one cannot import them."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model/model_of_the_user.py").write_text(MODEL)
     saved = str(tmp_path / "saved.bin")
@@ -60,11 +97,15 @@ def test_two_processes(inner, tmp_path, monkeypatch):
         compiled = torch.compile(user.model, fullgraph=True, backend="nmm", options=options)
         made = compiled.aot_compile((tuple(user.weights()), {}))
     made.save_compiled_function(saved)
+    rewritten = kind, str(tmp_path / "saved.pt2"), str(tmp_path / "values.pt")
+    save_rewritten(*rewritten)
 
     # Its cache is empty: the kernel comes out of the file.
     (tmp_path / "second").mkdir(mode=0o700)
-    done = ran("-c", LOAD, saved, cwd=tmp_path, NMM_CACHE_DIR=str(tmp_path / "second"))
+    place = str(tmp_path / "second")
+    done = ran("-c", LOAD + LOAD_EXPORT, saved, *rewritten, cwd=tmp_path, NMM_CACHE_DIR=place)
     assert "ran lowrank" in done.stdout
+    assert f"loaded {kind}" in done.stdout
     kernels = [*(tmp_path / "second").rglob("kernel.py")]
     assert len(kernels) == 1
 
@@ -77,41 +118,3 @@ def test_inductor_calls_the_kernels_of_an_executor():
         exact = model.double()(x.double())
     assert nmm.last_report().fallback is None
     assert float((y.double() - exact).abs().max()) <= 2.0**-23 * 72 * float(exact.abs().max())
-
-
-LOAD_EXPORT = """
-import sys, torch
-import nmm_compiler.backend
-kind, path, values = sys.argv[1:]
-x, want = torch.load(values)
-if kind == "aoti":
-    loaded = torch._inductor.aoti_load_package(path)
-else:
-    loaded = torch.export.load(path).module()
-torch.testing.assert_close(loaded(x), want, rtol=1e-5, atol=1e-5)
-print("ran")
-"""
-
-
-@pytest.mark.parametrize("kind", ["export", pytest.param("aoti", marks=pytest.mark.long)])
-def test_a_rewritten_model_loads_without_its_code(kind, tmp_path):
-    class OfTheUser(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.down, self.up = nn.Linear(64, 8, bias=False), nn.Linear(8, 48)
-
-        def forward(self, x):
-            return torch.relu(self.up(self.down(x)))
-
-    path, values = str(tmp_path / "saved.pt2"), str(tmp_path / "values.pt")
-    model, x = OfTheUser().eval().requires_grad_(False), torch.randn(5, 64)
-    result = nmm.rewrite(model, (x,), verify=True)
-    assert [m.kind for m in result.matches] == ["lowrank"]
-    program = torch.export.export(result.graph_module, (x,))
-    if kind == "aoti":
-        torch._inductor.aoti_compile_and_package(program, package_path=path)
-    else:
-        torch.export.save(program, path)
-    torch.save((x, model(x)), values)
-    done = ran("-c", LOAD_EXPORT, kind, path, values, cwd=tmp_path)
-    assert "ran" in done.stdout
