@@ -10,6 +10,8 @@ from hypothesis import settings
 # One thread a worker: the workers fill the cores, and the threads of torch and of BLAS, which wait
 # by spinning, would take each other's time. Set before anything loads them; child processes too.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Inductor compiles where it is called: its own workers would import torch each.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Syntax trees and traces are millions of small objects, and few of them are in cycles.
 gc.set_threshold(50_000, 20, 100)
 
@@ -31,6 +33,18 @@ def _private_cache(tmp_path_factory):
     yield
     del os.environ["NMM_CACHE_DIR"]
     os.environ.update(before)
+
+
+@pytest.fixture
+def closed_form_only(monkeypatch):
+    """The closed form in place of the simulator's prices, for tests that judge no time."""
+    from nmm_compiler.lowrank_models.predicted_time import call_us
+    from nmm_compiler.prices.kernel import PRICES, estimate_us
+
+    call_us.cache_clear()
+    monkeypatch.setitem(PRICES, "simulated", estimate_us)
+    yield
+    call_us.cache_clear()
 
 
 class Ended(NamedTuple):

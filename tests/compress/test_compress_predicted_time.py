@@ -28,6 +28,7 @@ def made_us(model, tokens):
     return [match.info["predicted"]["fused"] for match in found.matches]
 
 
+@pytest.mark.usefixtures("closed_form_only")
 def test_the_calls_that_the_backend_makes_are_the_calls_that_were_priced():
     model = wide_llama(768, 1536, 1)
     report = compress(model, 0.3, workload={"prefill": (64, 1), "decode": (1, 1)}, **ASKED)
@@ -39,6 +40,7 @@ def test_the_calls_that_the_backend_makes_are_the_calls_that_were_priced():
     assert report.workload[0].us < report.workload[0].dense_us
 
 
+@pytest.mark.usefixtures("closed_form_only")
 def test_times_are_those_of_the_mix():
     model = wide_llama(inner=2048, layers=1)
     report = compress(

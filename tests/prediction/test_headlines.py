@@ -23,6 +23,7 @@ def compiled(model, tokens):
     return report
 
 
+@pytest.mark.usefixtures("closed_form_only")
 def test_dense_and_compressed_llama_say_what_low_rank_brings(monkeypatch):
     model = llama(512, 2048, dtype=torch.bfloat16)
     dense = compiled(model, 64)
@@ -56,6 +57,7 @@ def test_dense_and_compressed_llama_say_what_low_rank_brings(monkeypatch):
     assert "predicted" not in low.to_dict()
 
 
+@pytest.mark.usefixtures("closed_form_only")
 def test_what_is_no_decoder_says_what_it_is_about():
     model = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 512))
     report = nmm.compress(model, 0.3)
