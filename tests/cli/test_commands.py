@@ -129,8 +129,8 @@ REFUSED, KEPT, SHOWN = (
 
 
 LLAMA = {
-    "model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512,
+    "model_type": "llama", "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 128,
 }  # fmt: skip
 
 
@@ -138,7 +138,7 @@ LLAMA = {
     ("line", "follows"),
     [
         ("kernel matmul --m 8 --k 64 --n 64 --check --schedules", KEPT),
-        ("plan model.json --forms bf16 --price tuned --prompt 8 --tp 1", KEPT),
+        ("plan model.json --forms fp8 --price tuned --prompt 8 --tp 1", KEPT),
         ("build specs.jsonl", REFUSED),
         ("build specs.jsonl --search candidates", REFUSED),
         ("cache list", REFUSED),
