@@ -21,15 +21,10 @@ from nmm_compiler.lowrank_models.apply import calibrate, compress, count_bytes
 from nmm_compiler.lowrank_models.modules import LowRankLinear
 from nmm_compiler.lowrank_models.quantize import (
     QuantizedLinear,
-    round_factors,
 )
 from nmm_compiler.lowrank_models.tensor_parallel import tensor_parallel_plan
 
 IDS = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(1))
-
-
-def small(dtype=torch.float32):
-    return llama(layers=2, num_key_value_heads=4, dtype=dtype)
 
 
 @torch.no_grad()
@@ -60,6 +55,7 @@ def test_the_op_gives_what_the_table_says(name):
 
 @pytest.mark.parametrize("method", ["whitened", "two-sided"])
 @pytest.mark.parametrize("rank", [0, 12])
+@torch.no_grad()
 def test_reported_errors_are_those_of_the_outputs(method, rank):
     """Over the calibration data, with moments that are carried through what the base leaves."""
     batches, model = tokens(width=128), stack(width=128, inner=192)
@@ -69,9 +65,8 @@ def test_reported_errors_are_those_of_the_outputs(method, rank):
     for layer in report.layers:
         x, y = seen[layer.name]
         new, bias = model.get_submodule(layer.name), original.get_submodule(layer.name).bias
-        with torch.no_grad():
-            y = y if bias is None else y - bias
-            off = (new(x) if bias is None else new(x) - bias) - y
+        y = y if bias is None else y - bias
+        off = (new(x) if bias is None else new(x) - bias) - y
         # both are sums of float32; the base and the branch are added in float32
         assert layer.output_error == pytest.approx(float(off.norm() / y.norm()), rel=1e-3)
         assert (layer.rank, layer.base) == (rank, "mxfp4")
@@ -98,8 +93,6 @@ def test_bytes_are_those_that_are_held(base, factors, dtype, rank):
         biases = sum(p.nbytes for name, p in module.named_parameters() if name.endswith("bias"))
         assert layer.bytes == count_bytes(module) - biases
     assert report.model_bytes_after == count_bytes(model)
-    said = " ".join(str(report).split())
-    assert f"base of {base}" in said
     assert report.achieved_ratio == 1 - sum(x.bytes for x in report.layers) / sum(
         2 * x.k * x.n for x in report.layers
     )
@@ -136,18 +129,14 @@ def test_ranks_follow_what_a_base_loses():
     assert isinstance(model.layers[0].q, QuantizedLinear)
 
 
-def test_statistics_are_collected_for_a_base():
-    batches = tokens(width=64)
-    statistics = calibrate(stack(width=64, inner=96), batches, base="mxfp4")
-    models = [stack(width=64, inner=96) for _ in range(2)]
-    for model, data in zip(models, (statistics, batches), strict=True):
-        compress(model, 0.5, base="mxfp4", calibration=data, align=8)
-    state = models[1].state_dict()
-    assert all(torch.equal(state[key], value) for key, value in models[0].state_dict().items())
-    compress(stack(width=64, inner=96), rank=8, base="int4", calibration=statistics)
-    carried = calibrate(stack(width=64, inner=96), batches)
+def test_statistics_that_are_not_those_of_a_call_are_refused():
+    """Those for one base serve another."""
+    sizes, batches = {"width": 64, "inner": 96}, tokens(width=64)
+    statistics = calibrate(stack(**sizes), batches, base="mxfp4")
+    compress(stack(**sizes), rank=8, base="int4", calibration=statistics)
+    carried = calibrate(stack(**sizes), batches)
     with pytest.raises(ModelError, match=r"factors of the weights.*base='int4'"):
-        compress(stack(width=64, inner=96), rank=8, base="int4", calibration=carried)
+        compress(stack(**sizes), rank=8, base="int4", calibration=carried)
 
 
 @pytest.mark.parametrize("base", ["mxfp4", "int4"])
@@ -171,7 +160,8 @@ def test_a_base_is_rounded_for_its_inputs_and_its_branch(base, rank, monkeypatch
     assert errors[1] < 0.85 * errors[0]
 
 
-def test_the_code_beside_the_weights_computes_the_same(tmp_path):
+def test_the_code_beside_the_weights_computes_the_same():
+    """test_compress_ways_to_load.py has layers with a branch."""
     from nmm_compiler.lowrank_models import modeling_nmm_lowrank as alone
 
     torch.manual_seed(0)
@@ -181,18 +171,11 @@ def test_the_code_beside_the_weights_computes_the_same(tmp_path):
         twin = alone.FewBitLinear(64, 24, True, name)
         twin.load_state_dict(made.state_dict())
         assert torch.equal(twin(x), made(x))
-    made = LowRankLinear.from_factors(torch.randn(8, 64), torch.randn(24, 8), linear.bias,
-                                      QuantizedLinear.of(linear.weight, "mxfp4"))  # fmt: skip
-    round_factors(made, "fp8")
-    assert made.up.scale.shape == (1, 8)
-    twin = alone.LowRankLinear(64, 8, 24, True, "fp8", "mxfp4")
-    twin.load_state_dict(made.state_dict())
-    assert torch.equal(twin(x), made(x))
 
 
 def test_adapters_go_on_top_of_a_branch():
     peft = pytest.importorskip("peft")
-    model = small()
+    model = llama(layers=2, num_key_value_heads=4)
     compress(model, base="mxfp4", rank=8)
     expected = model(IDS).logits
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["down", "up"], r=2))
