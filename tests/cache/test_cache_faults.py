@@ -207,9 +207,6 @@ def test_eight_processes_build_the_same_twenty_keys(tmp_path, directory):
 # Kills
 
 
-DELETING = ("rename", "chmod", "unlink", "rmdir", "open", "close")
-
-
 def states_after_kills(directory, prepare, act, names=CALLS):
     """Kill a child that acts before its first system call, its second, ...; return what is seen.
 
@@ -253,7 +250,10 @@ def test_a_kill_before_each_system_call_of_a_deletion(directory):
         Store(directory).get_or_build(key_of(0), lambda: {"kernel.py": "y\n", "more.py": "z\n"})
 
     seen = states_after_kills(
-        directory, prepare, lambda disk: disk.remove(key_of(0).digest), DELETING
+        directory,
+        prepare,
+        lambda disk: disk.remove(key_of(0).digest),
+        ("rename", "chmod", "unlink", "rmdir", "open", "close"),
     )
     assert len(seen) > 6
     assert seen == [["ok"], *[[]] * (len(seen) - 1)]

@@ -141,10 +141,6 @@ def test_a_source_found_in_the_cache_is_checked_before_it_runs(tmp_path, monkeyp
 
     spec, options = MatmulSpec(m=4, k=8, n=4), Options(cache=str(tmp_path / "cache"))
     kernel = build.build_kernel(spec, options=options)
-    monkeypatch.setattr(build, "_KERNELS", {})
-    again = build.build_kernel(spec, options=options)
-    assert again.source == kernel.source
-    assert again.profile() == kernel.profile()
     key = build.kernel_key(spec, kernel.target, None)
     evil = kernel.source.replace("    return", "    x.load().tofile('evil')\n    return")
     store = Store(tmp_path / "cache")

@@ -188,11 +188,6 @@ def test_an_entry_over_the_bound_stays_in_memory(directory):
     assert list(store.entries()) == []
 
 
-def _age(directory, key, seconds):
-    stamp = time.time() - seconds
-    os.utime(place(directory, key), (stamp, stamp))
-
-
 # Questions
 
 
@@ -200,7 +195,7 @@ def test_list_is_newest_first_and_show_takes_a_prefix(directory):
     store = Store(directory)
     for number in (1, 2):
         store.get_or_build(key_of(number), Builder(), {"n": number})
-    _age(directory, key_of(2), 50)
+    os.utime(place(directory, key_of(2)), (time.time() - 50, time.time() - 50))
     first, second = store.entries()
     assert (first.entry.meta, second.entry.meta) == ({"n": 1}, {"n": 2})
     assert first.entry.created["by"].startswith("nmm_compiler ")
@@ -227,15 +222,10 @@ def test_verify_rebuilds_and_compares_bytes(directory):
 
     def rebuild(entry):
         number = entry.key.to_dict()["spec"]["m"]
-        if number == 1:
-            return {"kernel.py": "y = 1 \n"}
         if number == 2:
             raise ValueError("no such schedule")
-        if number == 3:
-            return None
-        if number == 4:
-            return {**entry.files, "more.py": ""}
-        return dict(entry.files)
+        changed = {1: {"kernel.py": "y = 1 \n"}, 3: None, 4: {**entry.files, "more.py": ""}}
+        return changed.get(number, dict(entry.files))
 
     report = store.verify(rebuild)
     states = {row.digest: row.state for row in report}

@@ -438,10 +438,6 @@ def test_tensors_of_arrays_have_their_values_and_their_bits():
 OLD_TORCH = {"torch_neuronx": "2.7.0.1", "torch_xla": "2.7.0"}
 
 
-def random_operands(spec):
-    return [neuron.tensor(array) for array in random_arrays(spec, seed=3)]
-
-
 @pytest.mark.parametrize(
     ("packages", "target", "dialect"),
     [
@@ -462,7 +458,7 @@ def test_a_kernel_is_simulated_and_launched_on_torch_xla_alone(monkeypatch, tmp_
     seen = install(monkeypatch, **BETA_1, **OLD_TORCH)
     kernel = write_kernel(tmp_path, SPEC, dialect="neuronxcc", name="tiny_beta_1")
     monkeypatch.setitem(neuron._LAUNCHERS, "cpu", neuron._launch_on_xla)
-    x, u, v = given = random_operands(SPEC)
+    x, u, v = given = [neuron.tensor(array) for array in random_arrays(SPEC, seed=3)]
     for run in (neuron.simulate, neuron.launch):
         (y,) = run(kernel, given)
         torch.testing.assert_close(y, (x @ u) @ v)

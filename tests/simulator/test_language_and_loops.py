@@ -357,12 +357,11 @@ LOOP = textwrap.dedent(
 )
 
 
-KERNEL = f"{kernel_file(LOOP)}:double"
-
-
 def profile(blocks, on_device):
     array = ArraySpec((128 * blocks, 512), "bfloat16")
-    return simulate(KERNEL, array, on_device=on_device, target="trn2", mode="timing").profile
+    return simulate(
+        f"{kernel_file(LOOP)}:double", array, on_device=on_device, target="trn2", mode="timing"
+    ).profile
 
 
 def test_what_a_loop_on_the_device_costs():
@@ -433,9 +432,8 @@ CHANGES = {
     "constant": "nisa.dma_copy(x, nl.shared_constant(np.full((4, 4), n['n'], np.float32)))",
     "printed text": "nl.device_print(f\"turn {n['n']}\", x)",
 }
-MODES = ("functional", "timing")
 PLACES = [
-    (loop, mode) for loop, mode in itertools.product(LOOPS, MODES)
+    (loop, mode) for loop, mode in itertools.product(LOOPS, ("functional", "timing"))
     if (loop, mode) != ("while_loop", "timing")  # the condition would need data
 ]  # fmt: skip
 

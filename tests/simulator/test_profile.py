@@ -21,9 +21,6 @@ from nmm_compiler.simulator.timing.causes import WHY, critical_path, waits
 from nmm_compiler.simulator.timing.profile import Profile, minimal_hbm_bytes, write_trace
 from nmm_compiler.simulator.trace import Trace
 
-TRN2 = targets.get("trn2")
-
-
 PRODUCT = """
     hbm weights 128x128 {dtype}
     hbm inputs 128x512 {dtype}
@@ -44,7 +41,7 @@ TURN = """
 
 
 def profiled(text):
-    return profile_trace(Scene(text).trace, TRN2)
+    return profile_trace(Scene(text).trace, targets.get("trn2"))
 
 
 def product(repeats=1, dtype="bfloat16", more=""):

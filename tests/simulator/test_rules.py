@@ -23,9 +23,6 @@ from nmm_compiler.simulator.isa.instruction import INSTRUCTIONS
 from nmm_compiler.simulator.run import simulate
 from nmm_compiler.simulator.tensors.dtypes import ALL
 
-TABLE = Path(__file__).with_name("documented_rules.toml")
-
-
 # Fields of a rule: topic, the instruction or the subject; says, the rule in our words; source, page
 # and section of the Neuron documentation (SDK 2.32 unless it says otherwise); error, the class in
 # errors.py that refuses its breach; call, kernel lines over the tiles that `RULE_KERNEL` makes, `$`
@@ -76,15 +73,14 @@ def kernel(a):
 @functools.cache
 def rules():
     """Return all rules in the table's order, with both calls."""
-    rows = tomllib.loads(TABLE.read_text(encoding="utf-8"))["rule"]
+    rows = tomllib.loads(
+        Path(__file__).with_name("documented_rules.toml").read_text(encoding="utf-8")
+    )["rule"]
     made = [types.SimpleNamespace(**{**LEFT_OUT, **row}) for row in rows]
     for rule in made:
         rule.holds_on = rule.holds_on or rule.on
         rule.breaker, rule.holder = (rule.call.replace("$", by) for by in (rule.breaks, rule.holds))
     return made
-
-
-MODES = ("functional", "timing")
 
 
 def attempt(rule, lines, target, mode):
@@ -100,7 +96,7 @@ def attempt(rule, lines, target, mode):
 def test_the_breaker_is_refused_and_the_holder_runs(rule):
     assert rule.call, "no call"
     assert (rule.breaker, rule.on) != (rule.holder, rule.holds_on), "one call only"
-    for mode in MODES:
+    for mode in ("functional", "timing"):
         attempt(rule, rule.holder, rule.holds_on, mode)
         if rule.needs_data and mode == "timing":
             attempt(rule, rule.breaker, rule.on, mode)
@@ -125,7 +121,6 @@ def test_every_instruction_has_rules():
 
 # Valid kernels with a word or two changed: refused or run, and never an internal error.
 
-TARGETS = ("trn1", "trn2", "trn3")
 DTYPES = sorted(set(ALL) - {"bool_", "int64", "uint64"})
 OPERATORS = ["add", "maximum", "bitwise_and", "exp", "rsqrt", "less", "not_equal", "power", "abs",
              "average", "bypass", "left_shift", "logical_and", "prelu", "square"]  # fmt: skip
@@ -160,7 +155,7 @@ def mutant(rule, seed):
         if places:
             at = r.choice(places)
             lines = lines[: at.start()] + r.choice(words) + lines[at.end() :]
-    target = r.choice([rule.holds_on, r.choice(TARGETS)])
+    target = r.choice([rule.holds_on, r.choice(("trn1", "trn2", "trn3"))])
     return lines, *(outcome(rule, lines, target, mode) for mode in ("functional", "timing"))
 
 

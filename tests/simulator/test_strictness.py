@@ -67,7 +67,6 @@ UNINITIALIZED = """
 """
 
 
-INTEGERS = "t = nl.ndarray((2, 2), nl.int32, nl.sbuf)\nreturn out(t)"
 HALF_AN_OUTPUT = """
     r = nl.ndarray((8, 4), nl.float32, nl.shared_hbm)
     nisa.dma_copy(dst=r[:, 0:2], src=a[:, 0:2])
@@ -79,7 +78,7 @@ HALF_AN_OUTPUT = """
     ("body", "said", "written", "poison"),
     [
         (UNINITIALIZED, "16 of 32 elements of tensor 'half'", 2, np.nan),
-        (INTEGERS, "never written", 4, 4),
+        ("t = nl.ndarray((2, 2), nl.int32, nl.sbuf)\nreturn out(t)", "never written", 4, 4),
         (HALF_AN_OUTPUT, "16 of 32 elements of output", 1, np.nan),
     ],
 )

@@ -12,7 +12,6 @@ from nmm_compiler.simulator.timing.schedule import time_trace, time_traces
 
 B, F = "bfloat16", "float32"
 ROW, BF16, SUM = "sbuf float32 512", "sbuf bfloat16 512", "psum float32 512"
-PAIR = f"{ROW}, {ROW}"
 FROM_HBM = 362e9 / 16  # an engine's share
 
 
@@ -37,10 +36,6 @@ def cycles(instruction, target=TRN2):
     hz = clocks.get(instruction.engine, target.gpsimd_clock_hz)
     interval = other_cost(target, instruction)[0]
     return interval * hz / 1e6 - target.engine_streaming_overhead_cycles
-
-
-def matmul(n, dtype=B, flags=""):
-    return matmuls(1, n, dtype, flags).instructions[0]
 
 
 def dma(rows, columns, memories="sbuf hbm", dtype=B, first=0, flags=""):
@@ -199,7 +194,7 @@ def test_only_zeros_of_16_bits_are_filled_two_at_a_time(engine, dtype):
 
 @pytest.mark.parametrize(("flag", "reads_bias"), [("", 0), ("function=exp", 108)])
 def test_scalar_answers_later_than_vector(flag, reads_bias):
-    latency = other_cost(TRN2, one(f"scalar activation {flag}: {PAIR}"))[1]
+    latency = other_cost(TRN2, one(f"scalar activation {flag}: {ROW}, {ROW}"))[1]
     assert latency == pytest.approx(us(512 + 228 + reads_bias, 1.2e9))
 
 

@@ -14,12 +14,11 @@ from nmm_compiler.simulator.isa import cycles
 from nmm_compiler.simulator.timing import costs, evidence, resources
 from nmm_compiler.simulator.timing.schedule import time_trace
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import laws  # noqa: E402
-import timing_hash  # noqa: E402
-import timing_points  # noqa: E402
-import timing_texts  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import laws
+import timing_hash
+import timing_points
+import timing_texts
 
 POINTS = timing_texts.points()
 TEXTS = timing_texts.texts()
