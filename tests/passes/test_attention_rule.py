@@ -206,27 +206,26 @@ CONFIGURATIONS = {
 IDS = torch.arange(40).reshape(2, 20) * 7 % 100
 
 
+@torch.no_grad()
 def made(name, how=None):
     """Return a tiny model; its second part is what its layers are to be read as."""
     more, windows, cap = CONFIGURATIONS[name]
     kind = "Gemma3Text" if name == "Gemma3" else name
     config = getattr(transformers, f"{kind}Config")(**SIZES, **more)
-    torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     # larger weights: attention that is not near uniform shows a wrong mask or angle
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.dim() == 2:
-                weight.mul_(8.0)
+    for weight in model.parameters():
+        if weight.dim() == 2:
+            weight.mul_(8.0)
     model.set_attn_implementation(how or ("eager" if cap else "sdpa"))
     return model, windows, cap
 
 
+@torch.no_grad()
 def assert_as_right_as_eager(got, model):
     """The float32 logits are within four times eager's own distance from float64 (1.3 today)."""
     model.set_attn_implementation("eager")
-    with torch.no_grad():
-        eager, exact = model(IDS).logits, model.double()(IDS).logits
+    eager, exact = model(IDS).logits, model.double()(IDS).logits
     assert (got - exact).abs().max() <= 4.0 * (eager - exact).abs().max()
     assert exact.abs().max() > 1.0
 
@@ -250,11 +249,11 @@ def test_layers_of_models_become_the_op(name):
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma2"])
+@torch.no_grad()
 def test_a_compiled_model_is_that_of_eager(name):
     """Dynamo's graph spells the same otherwise: methods, indices, operators."""
     model, windows, _ = made(name)
-    with torch.no_grad():
-        got = compiled(model, **COMPILED)(IDS).logits
+    got = compiled(model, **COMPILED)(IDS).logits
     assert_as_right_as_eager(got, model)
     report = nmm.last_report().to_dict()
     assert [match.split()[0] for match in report["matches"]] == ["attention"] * len(windows)
@@ -270,10 +269,3 @@ def test_a_padding_mask_stays_with_pytorch_and_is_told():
     declined = [d for d in result.declined if d.rule == "attention"]
     assert [d.code for d in declined] == ["no_kernel"] * 2
     assert all("unknown values" in d.reason for d in declined)
-
-
-def test_a_compiled_call_runs_in_the_simulator():
-    model, x = block(is_causal=True, d=16).eval(), torch.randn(1, 20, 32)
-    with torch.no_grad():
-        got = compiled(model, **ON, inner="aot_eager", executor="simulator")(x)
-        torch.testing.assert_close(got, model(x), rtol=1e-4, atol=1e-4)

@@ -18,7 +18,6 @@ X = torch.randn(6, 64)
 class Layers(nn.Module):
     def __init__(self, between=torch.relu):
         super().__init__()
-        torch.manual_seed(0)
         for name in ("p", "q"):
             setattr(self, name + "a", nn.Linear(64, 8, bias=False))
             setattr(self, name + "b", nn.Linear(8, 64))
