@@ -44,7 +44,6 @@ def calls(tokens=TOKENS):
     yield "lowrank_matmul", (x.t().contiguous(), u, v), {"x_layout": "col", "out_layout": "col"}
     adapter = {"inner_activation": "gelu"}
     yield "lowrank_matmul", (x, u, v, bias, None, weight(R)), adapter
-    yield "lowrank_matmul", (deep, ut, vt), {**stored, **adapter, "activation": "relu"}
     yield "lowrank_matmul", (x, u, v, bias, None, None, weight(R)), {"inner_eps": 1e-3}
     yield "matmul", (x, w, bias), {}
     yield "matmul", (deep, back), {"w_layout": "col", "out_layout": "col"}
@@ -116,7 +115,6 @@ def corrected_calls(tokens):
     scales = [(torch.arange(64 * 2) % step + 120).byte().reshape(64, 2) for step in (2, 3, 5)]
     shared = (x, ws[:2], scales[:2], [u, None], [v, None], [None, weight(64)])
     yield "corrected_matmul_shared_x", shared, {"activations": ["identity", "silu"]}
-    yield "corrected_matmul_shared_x", shared, {}
     yield "corrected_mlp", (x, ws, scales, [None] * 3, [None] * 3), {}
     yield "corrected_mlp", (x, ws, scales, [u, None, u], [v, None, v]), {"activation": "gelu"}
     wide = [fp8(weight(64, 64)) for _ in range(3)], [fixed(64), fixed(1), fixed(64)]

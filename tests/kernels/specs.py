@@ -59,8 +59,6 @@ _up = {
     "gate_bias": st.booleans(),
     "up_bias": st.booleans(),
 }
-_down = {"down_r": ranks, "down_bias": st.booleans()}
-_matmul = {"w_layout": layouts, "bias": st.booleans()}
 _adapters = {
     "r": st.sampled_from((1, 8, 16, 33, 64)),
     "groups": st.sampled_from((1, 3, 8, 20)),
@@ -223,9 +221,11 @@ SPECS = {
         )
     ),
     "adapters": ended(st.builds(AdaptersSpec, **{**_common, **_adapters, "dtype": dtypes})),
-    "matmul": ended(_formats(MatmulSpec, _matmul)),
+    "matmul": ended(_formats(MatmulSpec, {"w_layout": layouts, "bias": st.booleans()})),
     "gated_mlp_up": ended(_formats(GatedMLPUpSpec, _up)),
-    "gated_mlp": ended(_formats(GatedMLPSpec, {**_up, **_down})),
+    "gated_mlp": ended(
+        _formats(GatedMLPSpec, {**_up, "down_r": ranks, "down_bias": st.booleans()})
+    ),
     "linear": corrected(CorrectedSpec),
     "linear_mlp": corrected(CorrectedMLPSpec),
 }

@@ -129,10 +129,9 @@ def is_exact(name, operands, keywords):
     return not (name.startswith("corrected") or "rotates" in keywords or branches)
 
 
-REFERENCES = [call for call in every_call() if is_exact(*call)]
-
-
-@pytest.mark.parametrize(("name", "operands", "keywords"), REFERENCES, ids=named)
+@pytest.mark.parametrize(
+    ("name", "operands", "keywords"), [call for call in every_call() if is_exact(*call)], ids=named
+)
 def test_the_float64_reference_of_a_kernel_is_that_of_its_op(name, operands, keywords):
     """Of numbers that 16 bits hold: what the spec means that a call is lowered to."""
     of_fp8 = name.endswith("_scaled") or "format" in keywords
@@ -167,11 +166,9 @@ def test_token_dimensions_are_free():
         ("lowrank_matmul", {"x": weight(2, K).half()}, SpecError, "float16"),
         ("lowrank_matmul", {"executor": "referense"}, UnknownNameError,
          "unknown executor 'referense'; did you mean 'reference'"),
-        ("lowrank_matmul", {"activation": "silo"}, UnknownNameError, "mean 'silu'"),
         ("lowrank_matmul", {"norm": "rms", "norm_gain": weight(5)}, ShapeError, "gain has shape"),
         ("lowrank_matmul", {"residual": weight(1, N)}, ShapeError, "residual has shape"),
         ("lowrank_matmul", {"norm_gain": weight(K)}, SpecError, "belong to a norm"),
-        ("lowrank_matmul", {"norm": "rsm"}, UnknownNameError, "mean 'rms'"),
         ("lowrank_matmul", {"norm": "rms", "norm_gain": weight(K).half()}, SpecError, "dtypes"),
         ("gated_mlp_up", {"gate": [weight(K, R), weight(R, 5)]}, ShapeError, "gate and up: 5 and"),
         ("gated_mlp_up", {"gate": [weight(K, R)] * 3}, ShapeError, "3 weights"),
@@ -188,6 +185,9 @@ def test_token_dimensions_are_free():
         ("lowrank_matmul_scaled", {"u": weight(R, K)}, SpecError, "or call the plain op"),
         ("lowrank_matmul_scaled", {"scales": [fixed(N), fixed(R)]}, ShapeError, "scale of u has"),
         ("lowrank_matmul_scaled", {"scales": [fixed(R)]}, ShapeError, "weights and scales"),
+        ("corrected_matmul", {"format": "int4"}, UnknownNameError, "format"),
+        ("corrected_matmul", {"w": weight(N, 32)}, SpecError, "pass bytes, uint8"),
+        ("corrected_matmul", {"w_scale": torch.ones(N, 1).byte()}, ShapeError, "outputs and"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_named(name, changes, error, words):
@@ -195,7 +195,7 @@ def test_what_does_not_fit_is_named(name, changes, error, words):
     op = DEFINITIONS[name]
     _, operands, keywords = next(call for call in calls() if call[0] == name)
     given = op.bound(operands, {**keywords, **changes})
-    traced = error is not IndexError and not changes.keys() & {"executor", "activation"}
+    traced = error is not IndexError and "executor" not in changes
     with FakeTensorMode() if traced else contextlib.nullcontext() as fake:
         if traced:
             given = tree_map_only(torch.Tensor, fake.from_tensor, given)
@@ -301,13 +301,13 @@ def python_frames(call):
     return entered[1:]  # the first is `call` itself
 
 
+@torch.no_grad()
 def test_a_call_on_the_cpu_enters_few_python_functions():
     """What a call costs beyond two linears is its Python: `benchmarks/speed.py` prints the time."""
     x, u, v = torch.randn(1, 16), torch.randn(8, 16), torch.randn(16, 8)
     op = NMM.lowrank_matmul.default
     kw = {"u_layout": "col", "v_layout": "col", "target": "trn2", "executor": "auto"}
-    with torch.no_grad():
-        entered = python_frames(lambda: op(x, u, v, **kw))
+    entered = python_frames(lambda: op(x, u, v, **kw))
     assert len(entered) <= 5, entered
 
 
@@ -347,16 +347,9 @@ def factors():
 
 
 @pytest.mark.parametrize("executor", ["reference", "simulator"])
-def test_gradients_reach_x_and_the_bias_and_no_fp8_number(executor):
+def test_gradients_of_fp8_numbers_and_their_scales_are_refused(executor):
     (u, v), scales = factors()
-    x = torch.randn(TOKENS, INPUTS, dtype=BF16).requires_grad_()
-    bias = torch.zeros(OUTPUTS, dtype=BF16).requires_grad_()
-    y = NMM.lowrank_matmul_scaled(x, scales, u, v, bias, **STORED, executor=executor)
-    y.float().sum().backward()
-    wide = u.double().t() * scales[0].double() @ (v.double().t() * scales[1].double())
-    want = wide.sum(1).expand(TOKENS, INPUTS)
-    assert float((x.grad.double() - want).norm() / want.norm()) < 2.0**-6
-    assert torch.equal(bias.grad, torch.full_like(bias, TOKENS))
+    x = torch.randn(TOKENS, INPUTS, dtype=BF16)
     own = [scale.clone().requires_grad_() for scale in scales]
     with pytest.raises(ModelError, match="quantize"):
         NMM.lowrank_matmul_scaled(x, own, u, v, **STORED, executor=executor).sum().backward()
