@@ -195,15 +195,8 @@ def compute_block(
             )  # fmt: skip
     else:
         p_sb = None
-    if spec.mx:
-        # x as the MX products take it; its factors take it as it is
-        x_data = quantize_strip(x_sb, spec.k, at.tokens)
-        x_strip = x_data[0]
-        x_scales = x_data[1]
-    else:
-        x_strip = x_sb
-        x_scales = None
-    x_left = Left(x_strip, x, spec.x_later if spec.p_tiles == 0 else "none", x_scales)
+    x_how = spec.x_later if spec.p_tiles == 0 else "none"
+    x_left = stored_left(x_sb, x, x_how, spec.k, at.tokens, spec)
     if spec.combine != "":
         if spec.exchanges_h:
             # both halves of h^T; this core makes its own
@@ -224,7 +217,9 @@ def compute_block(
         panels = []
         low_panels = []
         for one in spec.linears:
-            x_of = Left(x_strip, x, x_left.how if one.place == 0 else "none", x_scales)
+            x_of = Left(
+                x_left.strip, x, x_left.how if one.place == 0 else "none", x_left.left_scales
+            )  # fmt: skip
             panels.append([])
             if spec.gathers:
                 every_v = own(others.get(one.low_rank.v.name), one.low_rank.v.cut, at.core)
@@ -253,7 +248,9 @@ def compute_block(
             else:
                 factor = ends.scale[one.place]
             ending = epilogue_of(one, factor, ends.bias[one.place], None, False, spec)
-            x_of = Left(x_strip, x, x_left.how if one.place == 0 else "none", x_scales)
+            x_of = Left(
+                x_left.strip, x, x_left.how if one.place == 0 else "none", x_left.left_scales
+            )  # fmt: skip
             result = Result(
                 out[one.place], residual, spec.residual, schedule.own_queue, None, False
             )
@@ -262,14 +259,7 @@ def compute_block(
                 others,
             )  # fmt: skip
     if spec.down.n > 0:
-        if spec.mx:
-            h_data = quantize_strip(h_strip, spec.down.weight.k, at.tokens)
-            h_mx = h_data[0]
-            h_scales = h_data[1]
-        else:
-            h_mx = h_strip
-            h_scales = None
-        h_left = Left(h_mx, None, "none", h_scales)
+        h_left = stored_left(h_strip, None, "none", spec.down.weight.k, at.tokens, spec)
         if spec.down.low_rank.r > 0:
             down_sb = nl.ndarray(
                 (128, spec.down.low_rank.tiles, at.tokens), dtype=p_type, buffer=nl.sbuf
@@ -286,3 +276,11 @@ def compute_block(
         last = epilogue_of(spec.down, ends.scale[2], ends.bias[2], None, False, spec)
         y_result = Result(out[0], residual, spec.residual, schedule.own_queue, None, False)
         expand(y_result, h_panels, q_panels, h_left, down_sb, spec.down, last, at, others)
+
+
+def stored_left(strip, source, how, size, tokens, spec) -> Left:
+    """Return a strip as the products with dense weights take it: those of MX blocks quantized."""
+    if spec.mx:
+        quantized = quantize_strip(strip, size, tokens)
+        return Left(quantized[0], source, how, quantized[1])
+    return Left(strip, source, how)

@@ -220,10 +220,7 @@ def combine(
             following = n0 + up.last.block
             load_panels(gate_panels, gate_low_panels, gate, left, p_sb, following, at, others)
             load_panels(up_panels, up_low_panels, up, loaded, p_sb, following, at, others)
-        gate_panel = Panel(
-            n0, columns, gate.last.group, gate.last.down, gate.last.apart, columns, 0
-        )  # fmt: skip
-        up_panel = Panel(n0, columns, up.last.group, up.last.down, up.last.apart, columns, 0)
+        panel = Panel(n0, columns, up.last.group, up.last.down, up.last.apart, columns, 0)
         if up.by_rows:
             active = nl.ndarray(
                 (128, (at.tokens + 127) // 128, columns), dtype=nl.float32, buffer=nl.sbuf
@@ -231,13 +228,13 @@ def combine(
             make_rows(
                 Result(None, None, False, result.own_queue, active, True), gate_dense,
                 gate_panels[place] if gate.weight.k > 0 else [], gate_low,
-                gate_low_panels[place] if gate.low_rank.r > 0 else [], gate_panel, at, gating,
+                gate_low_panels[place] if gate.low_rank.r > 0 else [], panel, at, gating,
             )  # fmt: skip
             gated = epilogue_of(up, ends.scale[1], ends.bias[1], active, True, spec)
             make_rows(
                 Result(result.out, None, False, result.own_queue, None, False), up_dense,
                 up_panels[place] if up.weight.k > 0 else [], up_low,
-                up_low_panels[place] if up.low_rank.r > 0 else [], up_panel, at, gated,
+                up_low_panels[place] if up.low_rank.r > 0 else [], panel, at, gated,
             )  # fmt: skip
         else:
             active = nl.ndarray(
@@ -245,7 +242,7 @@ def combine(
             )
             make_columns(
                 active, gate_dense, gate_panels[place] if gate.weight.k > 0 else [], gate_low,
-                gate_low_panels[place] if gate.low_rank.r > 0 else [], gate_panel, at, gating,
+                gate_low_panels[place] if gate.low_rank.r > 0 else [], panel, at, gating,
             )  # fmt: skip
             if spec.down.n > 0:
                 y_sb = result.strip[
@@ -256,7 +253,7 @@ def combine(
             gated = epilogue_of(up, ends.scale[1], ends.bias[1], active, True, spec)
             make_columns(
                 y_sb, up_dense, up_panels[place] if up.weight.k > 0 else [], up_low,
-                up_low_panels[place] if up.low_rank.r > 0 else [], up_panel, at, gated,
+                up_low_panels[place] if up.low_rank.r > 0 else [], panel, at, gated,
             )  # fmt: skip
             if up.turned:
                 store_turned(result, y_sb, n0, columns, 0, 1, at)
