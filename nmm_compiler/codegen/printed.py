@@ -16,11 +16,6 @@ from nmm_compiler.codegen.trees import Block, Comment, Editor, changed
 WIDTH = 100
 
 
-def text(node: ast.AST) -> str:
-    """Return the source of an expression, on one line."""
-    return ast.unparse(node)
-
-
 def printed(tree: ast.Module) -> str:
     """Return the source of a file."""
     plain = ast.fix_missing_locations(_Plain().visit(tree))

@@ -46,7 +46,7 @@ from nmm_compiler.codegen.beta1.views import (
     quoted,
     subscript,
 )
-from nmm_compiler.codegen.printed import printed, text
+from nmm_compiler.codegen.printed import printed
 from nmm_compiler.codegen.tidy import remove_unused
 from nmm_compiler.codegen.trees import (
     Block,
@@ -165,7 +165,7 @@ class Facts:
             for node in nodes(*function.body):
                 self._read(owner, node)
                 adds = keyword(node, "accumulate")
-                if adds is not None and text(adds) != "False":
+                if adds is not None and ast.unparse(adds) != "False":
                     sums |= self._held(owner, keyword(node, "dst"))
         self.summed = reached(sums, self.sources)
 
@@ -193,7 +193,7 @@ class Facts:
                 return self._held(function, node.body) | self._held(function, node.orelse)
             case ast.Call() if is_new_tile(node):
                 buffer = keyword(node, "buffer")
-                return {HBM if buffer is not None and text(buffer).endswith("hbm") else CHIP}
+                return {HBM if buffer is not None and ast.unparse(buffer).endswith("hbm") else CHIP}
             case ast.Call() if called(node) in self.functions:
                 return {(called(node), RESULT)}
             case ast.Call():
@@ -263,7 +263,7 @@ class _Function(Editor):
             return View.of(node, [ast.Slice(ast.Constant(0), size) for size in elements(given[0])])
         if how == "select" and isinstance(receiver, ast.Name) and number(given[0]) == 0:
             return View(receiver, (given[1],), ())
-        raise no_beta1_form(f"the view {text(node)}")
+        raise no_beta1_form(f"the view {ast.unparse(node)}")
 
     # Statements
 
@@ -314,7 +314,7 @@ class _Function(Editor):
         start, stop, body = loop.args
         if isinstance(stop, ast.Call):  # register_alloc(n)
             stop = stop.args[0]
-        function = self.bodies[text(body)]
+        function = self.bodies[ast.unparse(body)]
         (variable,) = parameter_names(function)
         bounds = [stop] if number(start) == 0 else [start, stop]
         iterator = ast.Call(parsed("nl.affine_range"), bounds, [])
@@ -334,7 +334,7 @@ class _Function(Editor):
     def visit_Call(self, node: ast.Call) -> ast.expr:
         """Return a call; that of a tile which matmuls sum into makes it of zeros."""
         buffer = keyword(node, "buffer")
-        in_psum = buffer is not None and text(buffer) == "nl.psum"
+        in_psum = buffer is not None and ast.unparse(buffer) == "nl.psum"
         if in_psum and (self.name, self.target) in self.facts.summed:
             node = changed(node, func=parsed("nl.zeros"))
         return self.generic_visit(node)

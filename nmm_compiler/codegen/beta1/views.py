@@ -14,14 +14,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from nmm_compiler.codegen.fold_constants import Folder
-from nmm_compiler.codegen.printed import text
 from nmm_compiler.codegen.trees import Names, parsed
 from nmm_compiler.errors import no_beta1_form
 
 
 def same(a: ast.expr, b: ast.expr) -> bool:
     """Return whether two expressions are spelled alike."""
-    return a is b or text(a) == text(b)
+    return a is b or ast.unparse(a) == ast.unparse(b)
 
 
 def number(node: ast.AST | None) -> int | None:
@@ -79,7 +78,7 @@ def method(node: ast.AST | None) -> tuple[ast.expr, str, list[ast.expr]] | None:
 
 def elements(node: ast.expr) -> list[ast.expr]:
     """Return the elements of a literal tuple."""
-    assert isinstance(node, ast.Tuple), f"{text(node)} is not spelled as a tuple"
+    assert isinstance(node, ast.Tuple), f"{ast.unparse(node)} is not spelled as a tuple"
     return node.elts
 
 
@@ -123,7 +122,9 @@ class View:
         for place, index in enumerate(indices):
             if isinstance(index, ast.Slice):
                 if index.lower is None or index.upper is None or index.step is not None:
-                    raise no_beta1_form(f"a view of {text(base)} with slice {text(index)!r}")
+                    raise no_beta1_form(
+                        f"a view of {ast.unparse(base)} with slice {ast.unparse(index)!r}"
+                    )
                 starts[place] = index.lower
                 axes.append(Axis(minus(index.upper, index.lower), place))
         return View(base, tuple(starts), tuple(axes))
@@ -201,7 +202,7 @@ class View:
                 len(sizes) > 2 and self.plain and same(sizes[0], rows)
             ):
                 return self._merged(size)
-        raise no_beta1_form(f"the view .{how}({', '.join(map(text, arguments))})")
+        raise no_beta1_form(f"the view .{how}({', '.join(map(ast.unparse, arguments))})")
 
     @property
     def plain(self) -> bool:
@@ -243,7 +244,7 @@ _COMPARISONS: dict[str, Any] = {
 def predicate(select: ast.Call, partitions: ast.expr) -> ast.expr:
     """Return the comparison of an affine select."""
     pattern, multiplier = keyword(select, "pattern"), keyword(select, "channel_multiplier")
-    comparison = _COMPARISONS[text(keyword(select, "cmp_op"))]
+    comparison = _COMPARISONS[ast.unparse(keyword(select, "cmp_op"))]
     axes = [axis.elts for axis in pattern.elts]
     total = keyword(select, "offset") or ast.Constant(0)
     rows = [(multiplier, partitions), *axes]
