@@ -42,18 +42,14 @@ def _commented(body: Block, left: dict[int, str]) -> Block:
     for statement in body:
         parts = (getattr(statement, field, None) for field in ("test", "iter", "value"))
         head = next(filter(None, parts), None)
-        before = _taken(left, head.end_lineno if head else statement.lineno)
+        last = head.end_lineno if head else statement.lineno
+        before = [left.pop(line) for line in list(left) if line <= last]
         made += [*map(Comment, map(name, before)), statement]
         if isinstance(statement, (ast.FunctionDef, ast.ClassDef, ast.For, ast.If)):
             statement.body = _commented(statement.body, left)
         if isinstance(statement, (ast.For, ast.If)):
             statement.orelse = _commented(statement.orelse, left)
     return made
-
-
-def _taken(left: dict[int, str], last: int) -> list[str]:
-    """Return the comments up to a line, taken out of those that are left."""
-    return [left.pop(line) for line in list(left) if line <= last]
 
 
 def changed(node: Node, **fields: Any) -> Node:

@@ -39,14 +39,13 @@ _SMALLEST = {
 FP32_ROUNDOFF = _UNIT_ROUNDOFF["float32"]
 
 
-def gamma(length: int) -> float:
-    """Return Higham's gamma_n for fp32: the relative error bound of a sum of n products."""
-    return length * FP32_ROUNDOFF / (1.0 - length * FP32_ROUNDOFF)
-
-
 def sum_error(length: int, typical: bool) -> float:
-    """Return the error of a sum of n products in fp32, over the sum of their magnitudes."""
-    return math.sqrt(length) * FP32_ROUNDOFF if typical else gamma(length)
+    """Return the error of a sum of n products in fp32, over the sum of their magnitudes.
+
+    The bound is Higham's gamma_n.
+    """
+    most = length * FP32_ROUNDOFF
+    return math.sqrt(length) * FP32_ROUNDOFF if typical else most / (1.0 - most)
 
 
 def rounding_error(magnitude: Array, dtype: str) -> Array:

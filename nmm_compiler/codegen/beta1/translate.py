@@ -191,7 +191,7 @@ class Facts:
                 return set().union(*(self._held(function, one) for one in node.elts))
             case ast.IfExp():
                 return self._held(function, node.body) | self._held(function, node.orelse)
-            case ast.Call() if is_new_tile(node):
+            case ast.Call() if called(node) == "nl.ndarray":
                 buffer = keyword(node, "buffer")
                 return {HBM if buffer is not None and ast.unparse(buffer).endswith("hbm") else CHIP}
             case ast.Call() if called(node) in self.functions:
@@ -206,11 +206,6 @@ class Facts:
         """Return HBM or CHIP of an expression; BOTH where callers differ, None for no tensor."""
         found = reached(self._held(function, node), self.sources) & {HBM, CHIP}
         return BOTH if len(found) > 1 else next(iter(found), None)
-
-
-def is_new_tile(node: ast.expr | None) -> bool:
-    """Return whether an expression makes a tile."""
-    return called(node) == "nl.ndarray"
 
 
 class _Function(Editor):

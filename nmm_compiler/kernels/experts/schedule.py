@@ -263,8 +263,13 @@ class ExpertsSchedule(Schedule):
                 f"{spec.m} tokens; pass way as one of {ways}, {AT_ONCE} at once, and tokens as one "
                 f"of {BLOCKS} with 'blocks'"
             )
-        if self.way == "blocks":
-            self._check_blocks(part, target)
+        banks = tiles(self.tokens, 128) * tiles(self.most_blocks(part), 512)
+        if banks > target.psum_banks - 2:
+            raise CapacityError(
+                f"{spec.short()}: the tokens of {self.most_blocks(part)} blocks of {self.tokens} "
+                f"take {banks} PSUM banks, and {target.name} has {target.psum_banks - 2} for them; "
+                "split the tokens"
+            )
         for name in ("block", "down_block"):
             if getattr(self, name) < 1 or getattr(self, name) % 128:
                 raise SpecError(f"schedule: {name} is {getattr(self, name)}; pass multiples of 128")
@@ -279,16 +284,6 @@ class ExpertsSchedule(Schedule):
                 "features, pass a multiple of 512"
             )
         self.check_sbuf(spec.short(), part, target, f"lower block from {self.block}")
-
-    def _check_blocks(self, spec: ExpertsSpec, target: Target) -> None:
-        """Raise CapacityError unless the lists of all blocks fit into PSUM."""
-        banks = tiles(self.tokens, 128) * tiles(self.most_blocks(spec), 512)
-        if banks > target.psum_banks - 2:
-            raise CapacityError(
-                f"{spec.short()}: the tokens of {self.most_blocks(spec)} blocks of {self.tokens} "
-                f"take {banks} PSUM banks, and {target.name} has {target.psum_banks - 2} for them; "
-                "split the tokens"
-            )
 
     def turns(self, spec: ExpertsSpec) -> int | None:
         """Return the expected turns of the loop whose bound the device computes."""
