@@ -336,11 +336,6 @@ class Layer(Record):
         return any(pair.groups.slots for pair in self.factors)
 
     @property
-    def plain(self) -> bool:
-        """Whether nothing stands behind the sums of first factors."""
-        return not any(pair.shaped or pair.scales for pair in self.pairs)
-
-    @property
     def x_later(self) -> str:
         """How the first product loads x, "none" where it is in SBUF before."""
         return "none" if self.x_chunk else self.x_load

@@ -57,9 +57,7 @@ def project(p_sb, left: Left, pairs, cores, ranks, ends: Ends, at: Block, spec, 
                         None, False, ends.squares[pair.place], pair.gain != "" and not shared,
                     ),
                 )  # fmt: skip
-    if cores and spec.plain and ranks == 1:
-        add_other_half(p_sb, made, at.core)
-    elif shared:
+    if shared:
         if cores:
             total = nl.ndarray(
                 p_sb.shape, dtype=p_sb.dtype if ranks > 1 else nl.float32, buffer=nl.sbuf
