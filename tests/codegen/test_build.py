@@ -93,9 +93,9 @@ WIDE = LowRankSpec(m=512, k=2048, r=512, n=4096, x_layout="col")
 @pytest.mark.parametrize(
     ("spec", "changes", "error", "words"),
     [
-        (WIDE, {"sums": 12}, CapacityError, "need 12 PSUM banks, trn2 has 8; lower banks from 8"),
+        (WIDE, {"banks": 12}, CapacityError, "need 12 PSUM banks, trn2 has 8; lower banks from 12"),
         (WIDE, {"m_block": 100}, SpecError, "m_block is 100; pass a multiple of 128"),
-        (WIDE, {"x_load": "dma"}, SpecError, "x_load is 'dma'; as the operand lies it can be rows"),
+        (WIDE, {"x_load": "dma"}, UnknownNameError, r"unknown x_load 'dma' \(known: rows\)"),
         (WIDE, {"x_load": "row"}, UnknownNameError, "did you mean 'rows'"),
         (WIDE, {"banks": 0}, CapacityError, "lower banks from 0"),
         (LowRankSpec(m=4096, k=8192, r=512, n=4096, x_layout="col"), {"m_block": 2048},
