@@ -131,7 +131,7 @@ def test_only_even_sizes_are_shared(changes, splits):
         (SMALL, {"dialect": "neuronxcc"}, CodegenError, "lnc=2"),
         (dataclasses.replace(SMALL, lnc=1), {"schedule": {}}, SpecError, "is for two cores"),
         (SMALL, {"schedule": {"split": ""}}, SpecError, "split is ''"),
-        (SMALL, {"schedule": {"sums": 9}}, CapacityError, "PSUM banks"),
+        (SMALL, {"schedule": {"banks": 9}}, CapacityError, "PSUM banks"),
     ],
     ids=str,
 )
