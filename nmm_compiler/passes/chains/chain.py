@@ -45,7 +45,6 @@ from nmm_compiler.passes.graph.canonical import (
     Scale,
     Virtual,
     describe,
-    dtype_name,
     owner_of,
 )
 from nmm_compiler.passes.graph.effects import upstream
@@ -447,8 +446,6 @@ def read_chain(c: Canonical, key: Key, form: Product, also: str = "") -> Chain |
             continue
         found = join_stages(c, second, walk, inner, computed=bool(also))
         if isinstance(found, Chain):
-            if also and part_of_one(found.first.x) is not None:
-                return None
             return found if _may_be_factor(c, found.u.key, also) else refusal
         refusal = found
     return refusal
@@ -503,17 +500,13 @@ def _worth_telling(c: Canonical, walk: Walk, second: Stage, why: Refusal) -> Ref
 
 
 def is_low(c: Canonical, form: Product, second: Stage) -> bool:
-    """Return whether a product and a second one would make a low-rank chain."""
+    """Return whether a product and a second one are less than one matrix."""
     weight = form.rhs if c.is_weight(form.rhs) else form.lhs
-    return c.is_weight(weight) and _saves(c.sizes(c.base(weight)[0]), second)
-
-
-def _saves(shape: tuple[Size, ...], second: Stage) -> bool:
-    """Return whether a first factor of some shape and a second one are less than one matrix."""
-    sizes = [s for s in shape if isinstance(s, int) and s != 1]
+    sizes = [s for s in c.sizes(c.base(weight)[0]) if isinstance(s, int) and s != 1]
     whole, n = views.product(sizes), second.weight.n
     widths = [(inner, whole // inner) for inner in sizes]
-    return any(max(second.weight.k, inner) * (k + n) < k * n for inner, k in widths)
+    low = any(max(second.weight.k, inner) * (k + n) < k * n for inner, k in widths)
+    return low and c.is_weight(weight)
 
 
 def _first_is_given(c: Canonical, inner: Product, second: Stage) -> Refusal | None:
@@ -548,11 +541,8 @@ def join_stages(
     if isinstance(first, Refusal):
         return first
     inside = part_of_one(first.x)
-    if inside is not None and not computed:
+    if inside is not None:
         return inside
-    if c.dtype(walk.key) != c.dtype(second.key):
-        names = " and ".join(dtype_name(c.dtype(key)) for key in (walk.key, second.key))
-        return Refusal("dtype", f"the products compute in {names}", walk.key)
     data_dims = views.compose(walk.dims, first.out_dims)
     mismatch = Refusal(
         "shape",
@@ -606,9 +596,9 @@ def read_with_function(
     data = form.lhs if weight_is_rhs else form.rhs
     if c.is_constant(data) or not (weight_is_rhs or c.is_weight(form.lhs)):
         return None
-    walk, why = trace_back(c, data)
+    walk, end = trace_back(c, data)
     function = c.forms[walk.key]
-    if not isinstance(why, Refusal) or not isinstance(function, kind) or walk.steps:
+    if not isinstance(end, Refusal) or not isinstance(function, kind) or walk.steps:
         return None
     second = read_stage(c, key, form, weight_is_rhs)
     if not _has_kernel(function) or isinstance(second, Refusal):
@@ -628,11 +618,9 @@ def read_with_function(
         return None if walk.steps else _over_devices(c, found)
     biases = tuple(step for step in found.middle if step.kind == "bias")
     scaled = [s for s in found.middle if s.kind != "bias" and (s.key or s.number != 1.0)]
-    refused, what = scaled, "a factor stands before the activation"
-    if isinstance(function, Norm):
-        refused, what = [*scaled, *biases], "a factor or a bias stands before the norm"
-    if refused:
-        return Refusal("between", f"{what} between the products", walk.key)
+    if scaled or (isinstance(function, Norm) and biases):
+        why = "a factor, or a bias before a norm, stands between the products"
+        return Refusal("between", why, walk.key)
     return dataclasses.replace(found, middle=biases, inner=function)
 
 

@@ -32,7 +32,7 @@ from nmm_compiler.passes.chains.chain import (
     trace_back,
     trace_end,
 )
-from nmm_compiler.passes.chains.safety import Refusal, covered, real_users, too_wide
+from nmm_compiler.passes.chains.safety import Refusal, covered, real_users
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import (
     Activation,
@@ -78,16 +78,13 @@ def _read_sum(c: Canonical, key: Key, form: Add) -> Chain | Refusal | None:
     base: Chain | None = None
     branches: list[Chain] = []
     for value, factor in terms:
-        if c.is_weight(value):
-            return None
         one = read_projection(c, value)
         if one is None and len(c.input_matrices) > 1:
             one = read_projection(c, value, "inputs")
         if one is None:
             return None
         if one.second is not None:
-            scale = () if factor == 1.0 else (Step("scale", factor),)
-            branches.append(dataclasses.replace(one, after=(*one.after, *scale)))
+            branches.append(dataclasses.replace(one, after=(*one.after, Step("scale", factor))))
         elif base is None and factor == 1.0 and one.only_bias():
             base = one
         else:
@@ -103,17 +100,13 @@ def _read_sum(c: Canonical, key: Key, form: Add) -> Chain | Refusal | None:
     if not alike:
         why = "base and branch do not read the same x in the same way"
         return None if base is None else Refusal("other_x", why, base.out)
-    found = dataclasses.replace(
+    return dataclasses.replace(
         first,
         after=(*first.after, *(step for one in bases for step in one.after)),
         out=key,
         base=None if base is None else base.first,
         more=tuple(branches[1:]),
     )
-    wide = too_wide(c, found)
-    if wide is not None:
-        return wide if base is not None else None
-    return found
 
 
 def read_adapted(c: Canonical, key: Key) -> Chain | None:

@@ -80,8 +80,7 @@ class SharedX(KernelRule):
             for near in _near(graph, members):
                 whole = group(graph, self, [m.data for m in near])
                 if whole is not None:
-                    joined = {id(m) for m in near}
-                    out = [m for m in out if id(m) not in joined] + [whole]
+                    out = [m for m in out if m not in near] + [whole]
         return out
 
 
