@@ -18,9 +18,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.errors import ModelError, OptionTypeError, closest
-from nmm_compiler.kernels.linear.corrected import reads_as_stored
 from nmm_compiler.kernels.packed_formats import check_blocks
 from nmm_compiler.lowrank_models import experts, hf
 from nmm_compiler.lowrank_models import ranks as allocation
@@ -30,11 +28,12 @@ from nmm_compiler.lowrank_models.factorize import (
     Factors,
     balance,
     factorize,
+    gram,
     measure,
     spectrum,
 )
 from nmm_compiler.lowrank_models.modules import LowRankLinear, put
-from nmm_compiler.lowrank_models.moments import Moments, SecondMoment, is_finite, regularize
+from nmm_compiler.lowrank_models.moments import Moments, is_finite, regularize
 from nmm_compiler.lowrank_models.predicted_time import JUDGE, Prices, kernel_prices
 from nmm_compiler.lowrank_models.progress import steps
 from nmm_compiler.lowrank_models.quantize import (
@@ -50,7 +49,6 @@ from nmm_compiler.options import check_names
 
 _BRANCH_ALIGN = 32
 """The tile of ranks beside a base: a block of MX factors, and few enough for a choice."""
-_SLOWER = "its call would be slower at any rank: kept dense"
 Losses = dict[str, list[float]]
 """Per layer, the loss of keeping rank 0, 1, 2, ... in a unit common to all."""
 Ranks = dict[str, int | None]
@@ -103,12 +101,11 @@ def compress(model: nn.Module, ratio: float | None = None, **keywords: Any) -> C
             statistics = collect(model, sites, batches, gradients=gradients, whole=whole)
         if given is not None:
             statistics.check(sites, gradients=gradients, base=config.base)
-        prices = None
         # a model on the meta device whose ranks no price decides needs none
-        if config.base is None and not (sites[0].weight.is_meta and config.allow_slower):
-            layers = [allocation.Shape(site.name, site.k, site.n) for site in sites]
-            dtype = str(config.dtype or sites[0].weight.dtype).removeprefix("torch.")
-            prices = kernel_prices(model, layers, dtype, config, first)
+        unpriced = sites[0].weight.is_meta and config.allow_slower
+        layers = [allocation.Shape(s.name, s.k, s.n) for s in (() if unpriced else sites)]
+        dtype = str(sites[0].weight.dtype).removeprefix("torch.")
+        prices = kernel_prices(model, layers, dtype, config, first)
         plan, align = make_plan(sites, config, statistics, prices)
         ranks = {layer.name: layer.rank for layer in plan}
         by_name = {site.name: site for site in sites}
@@ -118,7 +115,7 @@ def compress(model: nn.Module, ratio: float | None = None, **keywords: Any) -> C
             allocation=config.allocation,
             align=align,
             ratio=config.ratio,
-            workload=() if prices is None else prices.timed(ranks),
+            workload=prices.timed(ranks),
             layers=_carry_out(model, plan, by_name, config, statistics),
             skipped=skipped,
             model_parameters_before=before,
@@ -127,8 +124,8 @@ def compress(model: nn.Module, ratio: float | None = None, **keywords: Any) -> C
             model_bytes_after=count_bytes(model),
             calibration_tokens=statistics.tokens,
             target=config.target,
-            priced=_multiplied_out(config) if prices is None else prices.note,
-            source="" if prices is None else JUDGE,
+            priced=prices.note,
+            source=JUDGE if prices.groups else "",
             factors=config.factors or "",
             base=config.base or "",
             seconds=time.monotonic() - started,
@@ -218,14 +215,6 @@ def _check_sites(sites: Sequence[Site], config: CompressionConfig) -> None:
             )
 
 
-def _multiplied_out(config: CompressionConfig) -> str:
-    """Return what to say of a base that no kernel of the target reads as stored."""
-    base, chip = config.base, machine_target(config.target)
-    if base is None or reads_as_stored(chip, base):
-        return ""
-    return f"no kernel for {chip.name} reads {base}: calls multiply it out, which saves memory only"
-
-
 def _carry_out(
     model: nn.Module,
     plan: Sequence[LayerReport],
@@ -254,16 +243,16 @@ def _replace(
     statistics: Statistics,
 ) -> LayerReport:
     """Put factors, a base or both in the place of a linear; return its report with the errors."""
-    weight, dtype = site.weight, config.dtype or site.weight.dtype
+    weight = site.weight
     moments = moments_of(site, config.method, statistics)
     base, target = None, weight
     if config.base is not None:
         base = rounded_beside(weight, config.base, rank, moments, site.name)
         target = weight if weight.is_meta else residual(weight, base)
     shapes = (site.n, rank), (rank, site.k)
-    factors = Factors(*(weight.new_zeros(shape, dtype=dtype) for shape in shapes))
+    factors = Factors(*(weight.new_zeros(shape) for shape in shapes))
     if rank and not weight.is_meta:
-        factors = balance(factorize(target, rank, moments, site.name), dtype)
+        factors = balance(factorize(target, rank, moments, site.name), weight.dtype)
     wants = cast(torch.Tensor, site.module.weight).requires_grad
     bias = cast("nn.Parameter | None", site.module.bias)
     up, down = (factor.requires_grad_(wants) for factor in factors[:2])
@@ -317,17 +306,10 @@ def losses_of(
                 if moments.gradients is not None and inputs is not None:
                     tail *= 0.5 * inputs.tokens
                 elif tail[0] > 0:
-                    tail /= tail[0].clone() if base is None else _squared_norm(site, inputs)
+                    tail /= gram(site.weight, moments)[0].trace()
             before = losses.get(site.group, [0.0] * len(tail))
             losses[site.group] = [a + b for a, b in zip(before, tail.tolist(), strict=True)]
     return losses
-
-
-def _squared_norm(site: Site, inputs: SecondMoment | None) -> float:
-    """Return |W A^1/2|_F^2 of a weight, or |W|_F^2 without calibration."""
-    wide = site.weight.double()
-    weighted = wide if inputs is None else wide @ inputs.mean
-    return float((weighted * wide).sum())
 
 
 def _shape_of(site: Site, config: CompressionConfig) -> allocation.Shape:
@@ -335,9 +317,9 @@ def _shape_of(site: Site, config: CompressionConfig) -> allocation.Shape:
     shape = allocation.Shape(site.name, site.k, site.n)
     if config.base is None:
         return shape
-    dtypes = site.weight.dtype, config.dtype or site.weight.dtype
+    dtype = site.weight.dtype
     some, twice = (
-        count_bytes(empty_layer(site.n, site.k, rank, config.base, config.factors, dtypes))
+        count_bytes(empty_layer(site.n, site.k, rank, config.base, config.factors, dtype))
         for rank in (32, 64)
     )
     # what 32 more ranks take; the scales of v are there at any rank
@@ -349,7 +331,7 @@ def make_plan(
     sites: Sequence[Site],
     config: CompressionConfig,
     statistics: Statistics,
-    prices: Prices | None,
+    prices: Prices,
 ) -> tuple[list[LayerReport], int]:
     """Return (each layer with its rank, None for dense; the tile of all ranks).
 
@@ -359,12 +341,11 @@ def make_plan(
 
     Raises ModelError when no legal ranks meet the ratio, or all of them are slower than dense.
     """
-    unused: list[Site] = []
-    if config.method == "two-sided":
-        used = {s.group for s in sites if s.name in statistics.gradients}
-        unused = [site for site in sites if site.group not in used]
-        sites = [site for site in sites if site.group in used]
-    judge = None if config.allow_slower else prices
+    every = config.method != "two-sided"
+    used = {site.group for site in sites if every or site.name in statistics.gradients}
+    unused = [site for site in sites if site.group not in used]
+    sites = [site for site in sites if site.group in used]
+    judge = dataclasses.replace(prices, groups=()) if config.allow_slower else prices
     slow: dict[str, str] = {}
     if config.ratio is None:
         allocate, notes, align = *_explicit(sites, config), config.align or 1
@@ -380,14 +361,14 @@ def make_plan(
                 "same, a larger ratio, or the workload= that the model serves"
             )
         ranks = allocate(slow)
-        found = {} if judge is None else judge.slower(ranks)
+        found = judge.slower(ranks)
         if not found:
             break
         slow |= found
     notes |= {name: (why, False) for name, why in slow.items()}
     unused_note = "the model's output does not depend on it: kept dense"
     notes |= {site.name: (unused_note, False) for site in unused}
-    shares = {} if prices is None else prices.shares(ranks)
+    shares = prices.shares(ranks)
     layers = []
     for site in (*sites, *unused):
         rank, (note, counted) = ranks.get(site.name), notes[site.name]
@@ -407,7 +388,7 @@ def _budgeted(
     sites: Sequence[Site],
     config: CompressionConfig,
     statistics: Statistics,
-    prices: Prices | None,
+    prices: Prices,
     slow: dict[str, str],
 ) -> tuple[Allocate, Notes, int]:
     """Return (ranks that meet a ratio, a note on each layer, the tile of the ranks).
@@ -428,11 +409,10 @@ def _budgeted(
     if config.base is None:
         align = config.align or allocation.choose_align([*shapes.values()], ratio)
     ranks_of = {group: list(allocation.legal_ranks(one, align)) for group, one in shapes.items()}
-    none = f"no multiple of {align} is below break-even"
     notes: Notes = {}
     for group, names in members.items():  # a base alone is in the budget, a dense matrix is not
-        note = ("", True) if ranks_of[group] else (none, config.base is not None)
-        notes |= dict.fromkeys(names, note)
+        note = "" if ranks_of[group] else f"no multiple of {align} is below break-even"
+        notes |= dict.fromkeys(names, (note, not note or config.base is not None))
     losses: Losses = {}
     if ratio and config.allocation == "global":
         losses = losses_of(sites, config.method, statistics, config.base)
@@ -442,11 +422,10 @@ def _budgeted(
             for name in names
         }
         for group, (name, *_) in members.items():
-            if prices is None:
-                break
             paying = [rank for rank in ranks_of[group] if prices.may_pay(name, rank, nominal)]
             if ranks_of[group] and not paying:
-                why = prices.slower(nominal).get(name, _SLOWER)
+                slower = "its call would be slower at any rank: kept dense"
+                why = prices.slower(nominal).get(name, slower)
                 slow |= dict.fromkeys(members[group], why)
             ranks_of[group] = paying or ranks_of[group]
 

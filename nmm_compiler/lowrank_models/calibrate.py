@@ -196,10 +196,9 @@ def main_output(result: Any) -> tuple[torch.Tensor, bool]:
         found = result.get(name) if isinstance(result, Mapping) else getattr(result, name, None)
         if isinstance(found, torch.Tensor):
             return found, is_logits
-    if isinstance(result, torch.Tensor):
-        return result, False
-    if isinstance(result, (tuple, list)) and result and isinstance(result[0], torch.Tensor):
-        return result[0], False
+    first = result[0] if isinstance(result, (tuple, list)) and result else result
+    if isinstance(first, torch.Tensor):
+        return first, False
     raise ModelError(
         f"the model returned a {type(result).__name__} without logits or last_hidden_state; wrap "
         "it in a module that returns the tensor whose change matters, and pass that"

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-import torch
-
 from nmm_compiler.errors import OptionTypeError
 from nmm_compiler.lowrank_models.quantize import FORMAT_NAMES, read_format
 from nmm_compiler.lowrank_models.select import Patterns
@@ -62,7 +60,6 @@ class CompressionConfig:
         gradients, ranks by that loss). "auto" is two-sided with calibration (whitened where ranks
         are given), else svd.
     align: every rank is a multiple of it; None takes 128, or 64 or 32 for models too small for it.
-    dtype: of the factors; default is the weight's.
     target: hardware that times are predicted for.
     workload: tokens a call, or a mix like {"prefill": (512, 0.2), "decode": (1, 0.8)}, tokens and
         weight of each.
@@ -88,10 +85,6 @@ class CompressionConfig:
     exclude: Patterns = None
     method: Annotated[str, Values(names=METHODS)] = "auto"
     align: Annotated[int | None, Values("a positive whole number, or None", is_positive)] = None
-    dtype: Annotated[
-        torch.dtype | None,
-        Values("a floating-point torch.dtype, or None", lambda dtype: dtype.is_floating_point),
-    ] = None
     target: Annotated[str, Values(names=TARGETS, test=is_target_file)] = "trn2"
     workload: Annotated[
         int | Mapping[str, Any],

@@ -43,7 +43,7 @@ class Factors(NamedTuple):
     coefficients: torch.Tensor | None = None
 
 
-def _gram(weight: torch.Tensor, moments: Moments) -> tuple[torch.Tensor, torch.Tensor | None]:
+def gram(weight: torch.Tensor, moments: Moments) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return M M^T [s, s] of M = L^T W A^1/2, a block at a time, and L, None for the identity.
 
     W is [s, l] with s <= l: the given matrix, or its transpose with A and G exchanged.
@@ -52,29 +52,29 @@ def _gram(weight: torch.Tensor, moments: Moments) -> tuple[torch.Tensor, torch.T
     if weight.shape[0] > weight.shape[1]:
         weight, short, long = weight.T, long, short
     size = weight.shape[0]
-    gram = torch.zeros(size, size, dtype=torch.float64, device=weight.device)
+    total = torch.zeros(size, size, dtype=torch.float64, device=weight.device)
     if long is None or long.carried:
         for part in blocks(weight.shape[1], size):
             wide = weight[:, part].double()
-            gram.addmm_(wide, wide.T)
+            total.addmm_(wide, wide.T)
         if long is not None:
-            gram.mul_(long.shift).add_(long.total, alpha=long.scale)
+            total.mul_(long.shift).add_(long.total, alpha=long.scale)
     else:
         for part in blocks(size, weight.shape[1]):
             left = long.times(weight[part].double())
-            product(left, weight.T, out=gram[part])
+            product(left, weight.T, out=total[part])
     if short is None:
-        return gram, None
+        return total, None
     lower = torch.linalg.cholesky(short.dense())
-    gram = lower.T @ gram
-    return gram @ lower, lower
+    total = lower.T @ total
+    return total @ lower, lower
 
 
 def spectrum(weight: torch.Tensor, moments: Moments = _NONE) -> torch.Tensor:
     """Return the squared singular values of G^1/2 W A^1/2, descending, [min(n, k)] float64."""
-    gram, _ = _gram(weight.detach(), moments)
+    squares, _ = gram(weight.detach(), moments)
     with one_thread():
-        return torch.linalg.eigvalsh(gram).flip(0).clamp_min(0)
+        return torch.linalg.eigvalsh(squares).flip(0).clamp_min(0)
 
 
 def factorize(
@@ -87,11 +87,11 @@ def factorize(
     n, k = weight.shape
     if not 1 <= rank <= min(n, k):
         raise ModelError(f"rank {rank} for {name} [{n}, {k}]: pass 1 to {min(n, k)}")
-    gram, lower = _gram(weight.detach(), moments)
+    squares, lower = gram(weight.detach(), moments)
     with one_thread():
-        _, vectors = torch.linalg.eigh(gram.T)
+        _, vectors = torch.linalg.eigh(squares.T)
     left = vectors[:, -rank:].flip(1)
-    del gram, vectors
+    del squares, vectors
     coefficients = left.T
     if lower is not None:
         coefficients = left.T @ lower.T

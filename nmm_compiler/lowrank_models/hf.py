@@ -102,11 +102,10 @@ def check_savable(model: nn.Module) -> None:
         named = found("quant_method", None)
         method = str(getattr(named, "value", named))
         if named is not None and method != METHOD:
-            plain = "quantization_config=GgufConfig(dequantize=True)"
             raise FileError(
                 f"{type(model).__name__} is already quantized by {method!r}; transformers stores "
-                "one method per model, so a low-rank one could not be saved: load it as "
-                f"{plain if method == 'gguf' else 'floats'} and quantize after compressing"
+                "one method per model, so a low-rank one could not be saved: load it as floats (of "
+                "GGUF by quantization_config=GgufConfig(dequantize=True)), and quantize afterwards"
             )
 
 

@@ -114,7 +114,7 @@ def prepare(model: nn.Module, saved: SavedLayers) -> tuple[str, ...]:
             weight, (n, k) = old.weight, sizes_of(old)
             layer = empty_layer(
                 n, k, saved.ranks[saved_name], saved.bases.get(saved_name),
-                saved.formats.get(saved_name), (weight.dtype, weight.dtype), old.bias is not None,
+                saved.formats.get(saved_name), weight.dtype, old.bias is not None,
             )  # fmt: skip
             put(model, [place], layer if weight.is_meta else layer.to_empty(device=weight.device))
     experts.join(model)

@@ -27,10 +27,6 @@ class MetaModel:
     name: str
     layers: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
-    def count(self, path: str) -> int:
-        """Return how many equal modules of the model a traced module stands for."""
-        return len(self.originals(path))
-
     def originals(self, path: str) -> tuple[str, ...]:
         """Return the paths of the whole model that a traced path stands for."""
         for layer, every in self.layers.items():

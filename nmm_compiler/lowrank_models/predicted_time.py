@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_map_only
 from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.errors import one_line
 from nmm_compiler.kernels.base import ACTIVATIONS, item_bytes
+from nmm_compiler.kernels.linear.corrected import reads_as_stored
 from nmm_compiler.kernels.linear.specs import GatedMLPSpec, GatedMLPUpSpec, LowRankSpec, MatmulSpec
 from nmm_compiler.kernels.number_formats import FP8, X_DTYPES
 from nmm_compiler.lowrank_models.config import CompressionConfig, Workload
@@ -72,12 +73,13 @@ class Computed:
 
 @dataclass(frozen=True)
 class Together:
-    """Products that one kernel may compute: of one x; with an activation gate, up and down.
+    """What one kernel may compute: products of one x; with an activation gate, up and maybe down.
 
-    between: the nodes between the products of a gated MLP.
+    parts: products of a graph (`Computed`), or layers of a model (`Shape`). between: the nodes
+    between the products of a gated MLP.
     """
 
-    products: tuple[Computed, ...]
+    parts: tuple[Any, ...]
     activation: str = ""
     between: frozenset[fx.Node] = frozenset()
 
@@ -111,7 +113,7 @@ def together(c: Canonical, products: Sequence[Computed]) -> list[Together]:
     """Return these dense products of a graph by the kernels that may compute them."""
     at = {one.node: one for one in products}
     groups = [gated for one in products if (gated := _gated(c, one, at)) is not None]
-    taken = {one.node for group in groups for one in group.products}
+    taken = {one.node for group in groups for one in group.parts}
     by_x: dict[Any, list[Computed]] = {}
     for one in products:
         if one.node not in taken:
@@ -132,21 +134,12 @@ def _gated(c: Canonical, last: Computed, at: dict[fx.Node, Computed]) -> Togethe
     return None
 
 
-@dataclass(frozen=True)
-class Group:
-    """Layers that one call may compute: of one x, or with an activation gate and up, perhaps
-    down."""
-
-    layers: tuple[Shape, ...]
-    activation: str = ""
-
-
 # -- which layers are together -----------------------------------------------------------------
 
 
 def groups_of(
     model: nn.Module, layers: Sequence[Shape], inputs: Mapping[str, Any] | Sequence[Any]
-) -> list[Group]:
+) -> list[Together]:
     """Return the groups of these linears of a model, in the order of `layers`.
 
     inputs: arguments of the model; their data is not read. A layer that the trace does not show is
@@ -167,17 +160,17 @@ def groups_of(
         forms = [(node, form) for node in c.graph.nodes for _, form in products_at(c, node)]
         products = (dense_product(c, *one, parameters) for one in forms)
         groups += together(c, [one for one in products if one is not None])
-    found: dict[str, Group] = {}
+    found: dict[str, Together] = {}
     for one in groups:
-        weights = [product.weights[0] for product in one.products]
+        weights = [product.weights[0] for product in one.parts]
         paths = [copy.originals(name.removesuffix(".weight")) for name in weights]
         for names in zip(*paths, strict=True) if all(weights) else ():
             members = [known.get(name) for name in names]  # None for one that stays as it is
             if one.activation and None in members[:2]:
                 continue  # each of the others is a call of its own
             some = tuple(layer for layer in members if layer is not None)
-            found |= dict.fromkeys([layer.name for layer in some], Group(some, one.activation))
-    every = [found.get(layer.name) or Group((layer,)) for layer in layers]
+            found |= dict.fromkeys([layer.name for layer in some], Together(some, one.activation))
+    every = [found.get(layer.name) or Together((layer,)) for layer in layers]
     return list(dict.fromkeys(every))
 
 
@@ -214,7 +207,7 @@ def call_us(
 ) -> float:
     """Return the predicted microseconds of a group for `tokens` tokens, by its fastest launches.
 
-    sizes: (k, n, rank) of each layer, rank None for a dense one. activation: as in `Group`. fp8:
+    sizes: (k, n, rank) of each layer, rank None for a dense one. activation: as in `Together`. fp8:
     the factors are; dense weights are of `dtype`. source: one of `prices.kernel.PRICES`. Infinite
     where there is no kernel.
     """
@@ -244,16 +237,16 @@ class Prices:
     layers are grouped.
     """
 
-    groups: Sequence[Group]
+    groups: Sequence[Together]
     workload: Workload
-    of: Callable[[Group, tuple[Rank, ...], str], tuple[float, ...]]
+    of: Callable[[Together, tuple[Rank, ...], str], tuple[float, ...]]
     note: str = ""
 
-    def passes_us(self, group: Group, ranks: Ranks, source: str = JUDGE) -> tuple[float, ...]:
+    def passes_us(self, group: Together, ranks: Ranks, source: str = JUDGE) -> tuple[float, ...]:
         """Return what a group takes in each kind of pass, at these ranks of its layers."""
-        return self.of(group, tuple(ranks.get(layer.name) for layer in group.layers), source)
+        return self.of(group, tuple(ranks.get(layer.name) for layer in group.parts), source)
 
-    def group_us(self, group: Group, ranks: Ranks, source: str = JUDGE) -> float:
+    def group_us(self, group: Together, ranks: Ranks, source: str = JUDGE) -> float:
         """Return what a group takes in the mix of workloads, at these ranks of its layers."""
         each = zip(self.workload, self.passes_us(group, ranks, source), strict=True)
         return math.fsum(weight * us for (_, _, weight), us in each)
@@ -269,7 +262,7 @@ class Prices:
             made.append(Timed(name=name, tokens=tokens, weight=weight, dense_us=dense, us=low))
         return tuple(made)
 
-    def both(self, ranks: Ranks) -> Iterator[tuple[Group, float, float]]:
+    def both(self, ranks: Ranks) -> Iterator[tuple[Together, float, float]]:
         """Yield each group with what it takes dense, and at these ranks."""
         for group in self.groups:
             yield group, self.group_us(group, {}), self.group_us(group, ranks)
@@ -280,20 +273,16 @@ class Prices:
         for group, dense, low in self.both(ranks):
             if low > dense:
                 note = f"its call would take {low:.1f} us, dense {dense:.1f}: kept dense"
-                slow |= {layer.name: note for layer in group.layers if ranks.get(layer.name)}
+                slow |= {layer.name: note for layer in group.parts if ranks.get(layer.name)}
         return slow
 
     def may_pay(self, name: str, rank: int, others: Ranks) -> bool:
         """Return whether the closed form finds a layer's call no slower than with it dense."""
-        low, dense = (
-            sum(
-                self.group_us(group, {**others, name: one}, SEARCH)
-                for group in self.groups
-                if name in [layer.name for layer in group.layers]
-            )
-            for one in (rank, None)
-        )
-        return low <= dense
+        for group in self.groups:
+            if name in [layer.name for layer in group.parts]:
+                dense = self.group_us(group, {**others, name: None}, SEARCH)
+                return self.group_us(group, {**others, name: rank}, SEARCH) <= dense
+        return True
 
     def shares(self, ranks: Ranks) -> dict[str, tuple[float, float]]:
         """Return each layer's (dense, low-rank) share of its call, by its dense parameters.
@@ -302,8 +291,8 @@ class Prices:
         """
         made: dict[str, tuple[float, float]] = {}
         for group, dense, low in self.both(ranks):
-            held = sum(layer.k * layer.n for layer in group.layers)
-            for layer in group.layers:
+            held = sum(layer.k * layer.n for layer in group.parts)
+            for layer in group.parts:
                 share = layer.k * layer.n / held
                 made[layer.name] = (dense * share, low * share)
         return made
@@ -315,17 +304,29 @@ def kernel_prices(
     dtype: str,
     config: CompressionConfig,
     inputs: Any = None,
-) -> Prices | None:
-    """Return prices of the kernels that the backend would call; None for a dtype that has none.
+) -> Prices:
+    """Return prices of the kernels that the backend would call; of no group beside a base, and for
+    a dtype that has none.
 
     inputs: example arguments; None where there are none. Without them, and where the model cannot
     be traced without data, each layer is a call of its own.
     """
-    if dtype not in LowRankSpec.dtypes:
-        return None
-    chip = machine_target(config.target)
+    chip, base = machine_target(config.target), config.base
     fp8 = config.factors == "fp8" and dtype in X_DTYPES and chip.float8_kernels
-    groups = [Group((layer,)) for layer in layers]
+
+    def of(group: Together, ranks: tuple[Rank, ...], source: str) -> tuple[float, ...]:
+        sizes = tuple((x.k, x.n, rank) for x, rank in zip(group.parts, ranks, strict=True))
+        return tuple(
+            call_us(sizes, group.activation, tokens, dtype, chip, fp8, source)
+            for _, tokens, _ in config.passes
+        )
+
+    if base is not None or not layers or dtype not in LowRankSpec.dtypes:
+        out = "calls multiply it out, which saves memory only"
+        read = base is None or reads_as_stored(chip, base)
+        note = "" if read else f"no kernel for {chip.name} reads {base}: {out}"
+        return Prices((), config.passes, of, note)
+    groups = [Together((layer,)) for layer in layers]
     note = "each layer as a call of its own"
     # what HBM gives a core while a DMA starts and signals, by the target's sources
     start = chip.dma_start_latency_seconds + chip.semaphore_seconds
@@ -337,17 +338,9 @@ def kernel_prices(
             groups, note = groups_of(model, layers, inputs), ""
         except Exception as error:  # the model's own code may not run without data
             note += f", as it cannot be traced ({type(error).__name__}: {one_line(error, 120)})"
-    priced = [g for g in groups if any(layer.k * layer.n > least for layer in g.layers)]
-    small = len(layers) - sum(len(g.layers) for g in priced)
+    priced = [g for g in groups if any(layer.k * layer.n > least for layer in g.parts)]
+    small = len(layers) - sum(len(g.parts) for g in priced)
     if small:
         less = f"no time is predicted for {small} layers: a DMA's start takes longer than they load"
         note = f"{note}; {less}" if note else less
-
-    def of(group: Group, ranks: tuple[Rank, ...], source: str) -> tuple[float, ...]:
-        sizes = tuple((x.k, x.n, rank) for x, rank in zip(group.layers, ranks, strict=True))
-        return tuple(
-            call_us(sizes, group.activation, tokens, dtype, chip, fp8, source)
-            for _, tokens, _ in config.passes
-        )
-
     return Prices(priced, config.passes, of, note)

@@ -182,8 +182,8 @@ def quantize_factors(model: nn.Module, format: str = "int8") -> tuple[str, ...]:
     it. Raises ModelError for a model without low-rank layers.
     """
     format = read_format(format)
-    found = lowrank_layers(model)
-    layers = {name: one for name, one in found.items() if isinstance(one.down, nn.Linear)}
+    named = lowrank_layers(model).items()
+    layers = {name: one for name, one in named if isinstance(one.down, nn.Linear)}
     if not layers:
         raise ModelError(
             f"{type(model).__name__} has no low-rank layer with factors of floats; run compress on "
@@ -230,14 +230,12 @@ def empty_layer(
     rank: int,
     base: str | None,
     factors: str | None,
-    dtypes: tuple[torch.dtype, torch.dtype],
+    dtype: torch.dtype,
     bias: bool = False,
 ) -> LowRankLinear | QuantizedLinear:
-    """Return what `make_layer` does without numbers, on the meta device. dtypes: of the weight, and
-    of the factors."""
+    """Return what `make_layer` does without numbers, on the meta device."""
     dense, down, up = (
-        torch.empty(shape, device="meta", dtype=dtype)
-        for shape, dtype in (((n, k), dtypes[0]), ((rank, k), dtypes[1]), ((n, rank), dtypes[1]))
+        torch.empty(shape, device="meta", dtype=dtype) for shape in ((n, k), (rank, k), (n, rank))
     )
     few = None if base is None else QuantizedLinear.of(dense, base)
     return make_layer(down, up, nn.Parameter(dense[:, 0].clone()) if bias else None, few, factors)

@@ -341,10 +341,10 @@ def _weight_bytes(model: MetaModel, dtype: str, machine: Machine, head: str) -> 
             size = groups * here.form.stored_bytes(32 * tiles(k, 32), n)
         elif here.form.base and parameter.dim() == 2 and "embed" not in name:
             size = here.form.stored_bytes(*reversed(parameter.shape))
-        total += model.count(name) * size
+        total += len(model.originals(name)) * size
     for name, buffer in model.module.named_buffers():  # factors of eight bits
         if buffer.dim() == 2 and buffer.element_size() == 1:
-            total += model.count(name) * buffer.numel()
+            total += len(model.originals(name)) * buffer.numel()
     return total
 
 

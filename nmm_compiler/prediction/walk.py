@@ -160,8 +160,8 @@ class _Walk:
             self._kernel((call,), ((call.spec,),))
         for group in together(self.c, self.dense):
             self.covered |= group.between
-            rows = rows_of(tuple(one.spec for one in group.products), group.activation)
-            self._kernel(group.products, rows, bool(group.activation))
+            rows = rows_of(tuple(one.spec for one in group.parts), group.activation)
+            self._kernel(group.parts, rows, bool(group.activation))
         for node in self.attention:
             self._attention(node)
         apart = [n for n in self.pointwise if n not in self.covered]
@@ -375,7 +375,7 @@ class _Walk:
         value = self.c.tensor(node)
         dtype = dtype_name(value) if value is not None else "bfloat16"
         shown = re.sub(r"\.\d+(?=\.|$)", ".*", path) if self.model.layers else path
-        count = self.model.count(path)
+        count = len(self.model.originals(path))
         return Piece(kind, shown, count, dtype=dtype, **sizes)
 
 

@@ -90,7 +90,7 @@ def test_explain_and_compress_agree_on_a_tied_head(tied):
 
 WRONG = {
     "ratio": ["0.2", True], "rank": [0, True, "4", {"q": 2.0}], "include": [3], "exclude": [3],
-    "method": [3, "svdd"], "align": [4.0, True, 0], "dtype": ["bfloat16", torch.int8],
+    "method": [3, "svdd"], "align": [4.0, True, 0],
     "target": ["bogus", 2], "allow_slower": ["yes", 1],
     "workload": [0, 512.0, True, {}, {"prefill": 512}, {"decode": (0, 1)}, {"decode": (1, -1)},
                  {"a": (1, 1, 1)}],

@@ -8,7 +8,8 @@ from toy_models import Model, llama
 
 from nmm_compiler.errors import ModelError
 from nmm_compiler.lowrank_models.apply import compress
-from nmm_compiler.lowrank_models.predicted_time import Group, Prices, call_us
+from nmm_compiler.lowrank_models.config import CompressionConfig
+from nmm_compiler.lowrank_models.predicted_time import Prices, Together, call_us
 from nmm_compiler.lowrank_models.ranks import Shape
 from nmm_compiler.passes.pipeline import explain
 from nmm_compiler.targets import get
@@ -103,7 +104,7 @@ def test_a_call_is_judged_whole_and_shared_out():
     layers = (Shape("a", 1024, 1024), Shape("b", 1024, 2048))
     times = {(None, None): 10.0, (4, None): 10.2, (None, 4): 9.9, (4, 4): 10.1, (2, 2): 9.0}
     prices = Prices(
-        [Group(layers)],
+        [Together(layers)],
         (("pass", 1, 1.0),),
         lambda group, ranks, source: (times[ranks],),
     )
