@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import json
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -89,7 +90,6 @@ def test_a_fault_in_the_passes_leaves_the_graph_as_it_was_with_one_warning(monke
     ]
     assert not any(t.startswith("nmm.") for t in targets(captured[0]))
     assert "a fault in a pass" in backend.last_report().fallback
-    assert "a fault in a pass" in " ".join(str(backend.last_report()).split())
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,6 @@ def test_the_report_is_handed_over_printed_kept_and_plain_json(capsys):
     check(pair(), torch.randn(4, 16), options={**QUICK, "report": True})
     printed = capsys.readouterr().out
     assert printed.strip() == str(backend.last_report())
-    assert "1 chain rewritten as 1 call" in printed
 
 
 def test_equal_options_do_not_recompile():
@@ -235,17 +234,11 @@ def test_without_a_cxx_compiler_auto_is_eager_with_one_warning(monkeypatch):
     assert "install g++" in str(caught[0].message)
 
 
-def test_auto_inner_follows_the_device():
-    class On:
-        def __init__(self, kind):
-            self.device = torch.device(kind)
-
-    def named(kind):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(backend, "Tensor", On)
-            return backend.inner_name("auto", [On(kind), 3])
-
-    assert (named("xla"), named("cpu"), named("cuda")) == ("openxla", "inductor", "inductor")
+def test_auto_inner_follows_the_device(monkeypatch):
+    monkeypatch.setattr(backend, "Tensor", SimpleNamespace)
+    tensors = {kind: SimpleNamespace(device=torch.device(kind)) for kind in ("xla", "cpu", "cuda")}
+    names = {kind: backend.inner_name("auto", [one, 3]) for kind, one in tensors.items()}
+    assert names == {"xla": "openxla", "cpu": "inductor", "cuda": "inductor"}
     assert backend._INNER_OF_DEVICE["neuron"] == "neuron"
     assert backend.inner_name("aot_eager", []) == "aot_eager"
 

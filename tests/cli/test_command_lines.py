@@ -34,11 +34,6 @@ def test_random_lines_of_every_command(workshop):
     assert _faults(workshop, 11, len(command_lines.commands())) == []
 
 
-def test_lines_are_the_same_for_the_same_seed():
-    assert list(command_lines.lines(5, 40)) == list(command_lines.lines(5, 40))
-    assert list(command_lines.lines(5, 40)) != list(command_lines.lines(6, 40))
-
-
 def test_what_is_wrong_is_counted(workshop, monkeypatch):
     """The judge itself: a traceback, a fault, silence and damage are all seen."""
     line = {"words": ["doctor"], "environment": {}, "stream": "plain"}
@@ -189,10 +184,6 @@ def test_an_old_output_and_a_device_are_written(workshop, monkeypatch, nmm):
 # Real processes: what only an interpreter of its own can show.
 
 
-def _line(words, stream, **environment):
-    return {"words": words, "environment": environment, "stream": stream}
-
-
 @pytest.mark.parametrize(
     ("stream", "code", "said"),
     [("full", 2, "standard output, or a connection: No space left"), ("gone", 141, ""),
@@ -202,7 +193,7 @@ def test_outputs_of_a_process(tmp_path, stream, code, said):
     (tmp_path / "é.py").write_text(
         "import nki.language as nl\n\n\ndef k():\n    nl.affine_range()\n"
     )
-    line = _line(["lint", "é.py"], stream)
+    line = {"words": ["lint", "é.py"], "environment": {}, "stream": stream}
     ended = command_lines.as_process(line, tmp_path)
     assert ended[0] == (1 if code == 0 else code), ended
     assert said.replace("1:", "") in ended[1]

@@ -52,11 +52,9 @@ def test_every_kernel_that_a_time_is_made_of_is_proved():
     assert {name for line in lines for name in line.partition(";")[0].split(" + ")} == proved
 
 
-class Letters:
-    """A tokenizer of bytes."""
-
-    def __call__(self, text):
-        return {"input_ids": [byte % 64 for byte in text.encode()]}
+def letters(text):
+    """Return a text's bytes as tokens."""
+    return {"input_ids": [byte % 64 for byte in text.encode()]}
 
 
 @pytest.mark.parametrize(
@@ -72,7 +70,7 @@ def test_every_step_is_checked(form, target, monkeypatch, nmm):
     )  # fmt: skip
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config).eval()
-    monkeypatch.setattr(demo.models, "language_model", lambda: (copy.deepcopy(model), Letters()))
+    monkeypatch.setattr(demo.models, "language_model", lambda: (copy.deepcopy(model), letters))
     # An executor that works here: nothing is imported twice.
     here = lambda *count, **more: contextlib.nullcontext(Executor())  # noqa: E731
     monkeypatch.setattr(demo.concurrent.futures, "ProcessPoolExecutor", here)

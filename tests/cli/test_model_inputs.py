@@ -15,14 +15,10 @@ def saved(model, folder):
     return str(folder)
 
 
-def image_model():
-    config = transformers.ViTConfig(**SMALL, num_attention_heads=2, image_size=16, patch_size=8)
-    return transformers.ViTModel(config)
-
-
 def test_explain_traces_a_vision_model_with_an_image(tmp_path, nmm):
     """Dense layers, attention and patches are no chains that something hinders."""
-    folder = saved(image_model(), tmp_path / "vit")
+    config = transformers.ViTConfig(**SMALL, num_attention_heads=2, image_size=16, patch_size=8)
+    folder = saved(transformers.ViTModel(config), tmp_path / "vit")
     assert nmm("explain", folder, code=0).out.startswith("0 matched, 0 declined")
 
 
