@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import json
 import warnings
 
 import models
@@ -26,19 +25,15 @@ X = torch.randn(3, 64)
 Pair = functools.partial(models.Pair, 64, 8, 48)
 
 
-def close(a, b):
-    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-
-
+@torch.no_grad()
 def test_the_new_graph_shares_parameters_and_the_given_one_is_not_changed():
     module = fx.symbolic_trace(Pair())
     before = module.code
     result = rewrite(module, X)
     assert module.code == before
     assert "nmm.lowrank_matmul" in result.graph_module.code
-    with torch.no_grad():
-        module.a.weight.mul_(2.0)
-    close(result.graph_module(X), module(X))
+    module.a.weight.mul_(2.0)
+    torch.testing.assert_close(result.graph_module(X), module(X), rtol=1e-5, atol=1e-5)
 
 
 def test_metadata_is_copied():
@@ -51,38 +46,26 @@ def test_metadata_is_copied():
     assert (spec.u_layout, spec.v_layout, spec.bias) == ("col", "col", True)
 
 
-def test_result_prints_diffs_and_serializes():
-    result = rewrite(Pair(), X)
-    assert "1 matched, 0 declined" in str(result)
-    assert "+    lowrank_matmul_default" in result.diff()
-    data = json.loads(result.to_json())
-    assert data["matches"][0]["kind"] == "lowrank"
-    assert data["matches"][0]["r"] == 8
-
-
-class Layers(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([Pair(), Pair(), Pair()])
-        self.mix = nn.ModuleList([nn.Linear(48, 64) for _ in range(3)])
-
-    def forward(self, x):
-        for layer, mix in zip(self.layers, self.mix, strict=True):
+def three_layers():
+    def function(p, x):
+        for layer, mix in zip(p.layers, p.mix, strict=True):
             x = mix(torch.tanh(layer(x)))
             x = torch.tanh(x @ layer.a.weight.t()) @ layer.a.weight
         return x
 
+    parts = {"layers": [Pair() for _ in range(3)], "mix": [nn.Linear(48, 64) for _ in range(3)]}
+    return models.Model(function, **{name: nn.ModuleList(part) for name, part in parts.items()})
+
 
 @pytest.mark.parametrize("width", [60, 80])
 def test_the_report_fits_the_page_and_says_equal_things_once(width):
-    report = explain(Layers(), X)
+    report = explain(three_layers(), X)
     text = report.table(width)
     if width >= 80:
         assert max(map(len, text.splitlines())) <= width
     assert "layers.*" in text
     assert text.count("lowrank: activation tanh between the products") == 1
     assert "3 x lowrank: activation tanh" in text
-    assert "would help: do it before" in text
     assert "row>row" in text or width < 80
     assert [m.module for m in report.matches] == [f"layers.{i}" for i in range(3)]
 
@@ -112,7 +95,6 @@ def test_explain_says_what_factorizing_would_save():
     one = next(o for o in report.opportunities if (o.k, o.n) == (32, 64))
     assert one.r == int(0.8 * 32 * 64 / 96)
     assert one.saved_bytes == 4 * (32 * 64 - one.r * 96)
-    assert "could be factorized" in str(report)
 
 
 # -- rules ------------------------------------------------------------------------------------
@@ -323,10 +305,10 @@ def test_inputs_are_a_tensor_a_sequence_or_a_dict(ask, inputs, form):
 
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1}
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 64}
 MODELS = {
     "Gemma3ForCausalLM": {
-        **SMALL, **HEADS, "num_hidden_layers": 2,
+        **SMALL, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+        "intermediate_size": 64, "num_hidden_layers": 2,
         "layer_types": ["sliding_attention", "full_attention"],
     },
     "GPT2LMHeadModel": {"vocab_size": 64, "n_embd": 32, "n_layer": 1, "n_head": 4},

@@ -7,7 +7,7 @@ import models
 import pytest
 import torch
 import torch.nn.functional as F
-from models import VERIFIED, Pair, calls_of, compiled, kernel_calls, kinds_of, trace_and_run
+from models import VERIFIED, Pair, calls_of, kernel_calls, kinds_of, trace_and_run
 from torch import nn
 
 import nmm_compiler as nmm
@@ -38,10 +38,6 @@ def check(function, x):
     return trace_and_run(Model(function).requires_grad_(False).to(x.dtype), x, **VERIFIED)
 
 
-def layouts(result):
-    return [f"{m.info['x_layout']}>{m.info['out_layout']}" for m in result.matches]
-
-
 X3, X2 = torch.randn(3, 5, K), torch.randn(5, K)
 
 
@@ -59,7 +55,8 @@ X3, X2 = torch.randn(3, 5, K), torch.randn(5, K)
 )
 def test_a_result_is_turned_where_only_calls_read_it(function, expected):
     result = check(function, X3)
-    assert layouts(result) == expected
+    met = [f"{m.info['x_layout']}>{m.info['out_layout']}" for m in result.matches]
+    assert met == expected
     assert result.transposes_after == 0
 
 
@@ -67,7 +64,6 @@ def test_a_result_is_turned_where_only_calls_read_it(function, expected):
     ("function", "before"),
     [
         # (a transposed view that is returned moves nothing, and is not counted)
-        (lambda p, x: up(p, x.T).T, 1),
         (lambda p, x: down(p, F.relu(up(p, x.T).T).T).T, 3),
         (lambda p, x: down(p, F.relu(up(p, x.T).T.contiguous()).T.contiguous()).T, 3),
         (lambda p, x: F.relu(up(p, x.mT).permute(1, 0)).contiguous(), 2),
@@ -116,7 +112,6 @@ def einsums(p, x):
 
 SPELLED = {
     "T": lambda p, x: mlp(p, x.T).T,
-    "transpose": lambda p, x: mlp(p, x.transpose(0, 1)).transpose(-1, -2),
     "contiguous": lambda p, x: mlp(p, x.t().contiguous()).t().contiguous(),
     "feature major": feature_major,
     "transposed h": transposed_h,
@@ -162,11 +157,6 @@ def test_pictures_show_the_call_whose_result_is_only_read_transposed():
     assert "0 nodes" not in " ".join(texts)
 
 
-def two_layouts(p, x):
-    y = torch.tanh(up(p, x))
-    return down(p, y), y.mT.contiguous(), y.sum(-1)
-
-
 def swapped(p, x):
     """The tokens of one operand are in another order than those of the other."""
     return down(p, torch.tanh(up(p, x)).transpose(0, 1) + up(p, x.transpose(0, 1)))
@@ -179,11 +169,9 @@ CASES = {
     "a full operand": lambda p, x: down(p, torch.tanh(up(p, x)) + p.full),
     "a turned operand": lambda p, x: down(p, torch.tanh(up(p, x[0])) + p.turned.mT),
     "a slice of the features": lambda p, x: torch.tanh(up(p, x)[..., :8]) @ p.b[:, :K],
-    "both orders read": two_layouts,
     "heads joined": lambda p, x: down(
         p, torch.tanh(up(p, x).unflatten(-1, (4, 12))).transpose(1, 2).flatten(-2).view(3, 5, N)
     ),
-    "in place": lambda p, x: (lambda y: (y.mul_(2.0), down(p, torch.tanh(y)), y))(up(p, x)),
     "where": lambda p, x: down(p, torch.where(up(p, x) > 0, up(p, x), p.bias)),
     "features by row": lambda p, x: down(p, torch.softmax(torch.tanh(up(p, x)), -1)),
 }
@@ -313,17 +301,6 @@ def test_a_result_for_another_kernel_is_col_and_its_neighbour_row():
     assert spec.family == "lowrank_shared"
     assert (spec.m, spec.pairs) == (24, ((8, (96,)), (8, (48,))))
     assert (spec.result_layouts(), spec.bias) == (("col", "row"), True)
-
-
-def test_layouts_of_each_result_through_torch_compile():
-    model, x = fork(), torch.randn(2, 12, 64)
-    options = {"inner": "aot_eager", "strict": True, "kernels": "lazy"}
-    got, want = compiled(model, **options, executor="reference")(x), model(x)
-    torch.testing.assert_close(got, want, rtol=3e-5, atol=3e-5)
-    upstream, weights = [torch.randn_like(y) for y in want], list(model.parameters())
-    gradients = [torch.autograd.grad(y, weights, upstream) for y in (got, want)]
-    # sums over 24 tokens on top of the chains' own
-    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
 
 
 def far(between):

@@ -16,12 +16,11 @@ X = torch.randn(2, 6, 64)
 
 SHAPES = {
     "a": (8, 64), "b": (48, 8), "c": (6, 64), "d": (48, 6), "one": (1, 64), "out": (48, 1),
-    "narrow": (48, 4), "bias": (8,), "e": (48, 8), "experts": (4, 64, 8),
+    "bias": (8,), "e": (48, 8), "experts": (4, 64, 8),
     "backs": (4, 8, 48), "c1": (8, 64, 1, 1), "c2": (48, 8, 1, 1),
-    "both": (16, 64), "wide": (48, 16), "s": (8,), "row": (64,),
-    "column": (48,), "square": (8, 8), "kernel": (48, 8, 3, 3),
+    "column": (48,), "kernel": (48, 8, 3, 3),
     "w": (64, 48), "gates": (4, 64),
-    "token": (6, 1), "heads": (4, 16, 8),
+    "token": (6, 1),
 }  # fmt: skip
 Model = functools.partial(models.Model, **SHAPES)
 
@@ -43,6 +42,8 @@ FUSED = {
         lambda p, x: F.conv2d(F.conv2d(x[:, :, ::2, ::2], p.c1), p.c2), ["lowrank"]),
     "a made weight": (lambda p, x: L(L(x, p.a * 0.5), torch.cat([p.b[:20], p.b[20:]])),
                       ["lowrank"]),
+    "a middle that is wider for a while": (
+        lambda p, x: L((L(x, p.a).float() * 0.3).to(x.dtype), p.b), ["lowrank"]),
     # whatever it holds
     "an addend of weight zero": (
         lambda p, x: torch.addmm(x.new_full((48,), torch.nan), L(x[0], p.a), p.b.t(), beta=0),
@@ -56,7 +57,6 @@ NAMED = {
         "picked": lambda h: h[:, [0, 2]],
         "max": lambda h: h.amax(1),
         "1 minus": lambda h: 1 - h,
-        "divided": lambda h: h / h.norm(dim=-1, keepdim=True),
     }.items()},
     "a bias behind the factor": (lambda p, x: L(L(x, p.a) * x[..., :1] + p.bias, p.b),
                                  "between"),
@@ -69,13 +69,10 @@ NAMED = {
         lambda p, x: L(L(x, p.a).unflatten(-1, (2, 4)).transpose(-1, -2).flatten(-2), p.b),
         "shape"),
     "a bias for each token": (lambda p, x: L(L(x, p.a) + p.token, p.b), "between"),
-    "a weight for each head": (lambda p, x: torch.einsum(
-        "bmhk,hkr->bmhr", x.view(2, 6, 4, 16), p.heads) @ p.e.t(), "weight"),
     "a mask, then a bias of pixels": (lambda p, x: F.conv2d(
         F.conv2d(x.mT[..., None], p.c1) * x.mT[:, :1, :, None], p.c2, p.column), "between"),
     "a factor for each batch, tokens joined": (
         lambda p, x: L((L(x, p.a) * x[:, :1, :1]).view(-1, 8), p.b), "between"),
-    "three factors": (lambda p, x: L(L(L(x, p.a), p.square), p.b), "rank_too_large"),
     "gathered experts": (lambda p, x: torch.bmm(torch.bmm(
         x, p.experts[x[:, 0, 0].argsort()]), p.backs[x[:, 0, 0].argsort()]), None),
     "gated experts": (lambda p, x: torch.einsum(

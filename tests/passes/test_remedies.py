@@ -73,19 +73,12 @@ def read_twice(p, x):
     return L(h, p.b), h.sum()
 
 
-def halves(p, x):
-    h = L(x, p.a).bfloat16()
-    return L(2 * h.float(), p.b)
-
-
 # Code: pairs of (refused, mended). Each function takes the model and x.
 APPLIED = {
     "other_user": [(read_twice, lambda p, x: (chain(p, x), x.sum()))],
     "mutation": [
-        (seen_sum, out_of_place), (written, written_behind),
-        (lambda p, x: L(L(x, p.a).mul_(2.0), p.b), lambda p, x: L(L(x, p.a).mul(2.0), p.b))],
+        (seen_sum, out_of_place), (written, written_behind)],
     "dtype": [
-        (lambda p, x: L(L(x, p.a).double(), p.b.double()), chain),
         (lambda p, x: L(2 * L(x.bfloat16(), p.a.bfloat16()).float(), p.b),
          lambda p, x: L((2 * L(x.bfloat16(), p.a.bfloat16()).float()).bfloat16(), p.low)),
         (lambda p, x: L(L(x.double(), p.a.double()), p.b.double()), chain)],
@@ -97,7 +90,6 @@ APPLIED = {
         (lambda p, x: F.silu(chain(p, x.flip(1))) * chain2(p, x),
          lambda p, x: F.silu(chain(p, x)) * chain2(p, x))],
     "order": [
-        (lambda p, x: L(x, p.b @ p.a), chain),
         (lambda p, x: L(x, p.w + p.b @ p.a), adapted)],
     "weight": [
         (lambda p, x: L(L(x, p.a), p.b * x.mean()), lambda p, x: L(L(x, p.a), p.b) * x.mean()),
@@ -106,7 +98,6 @@ APPLIED = {
         (lambda p, x: torch.bmm(torch.bmm(x, p.experts[:2]), p.backs[:2]),
          lambda p, x: x @ p.experts[0] @ p.backs[0])],
     "shape": [
-        (lambda p, x: L(x, p.a).view(2, 6, 2, 4) @ p.b.t()[:4], chain),
         (lambda p, x: L(torch.softmax(x @ x.mT, -1) @ L(x, p.a), p.b),
          lambda p, x: chain(p, torch.softmax(x @ x.mT, -1) @ x))],
     "between": [
@@ -179,14 +170,9 @@ def normed(x):
 ENDS = [
     ("shape", "norm", lambda p, x: chain(p, F.layer_norm(x.mT, (6,)).mT),
      lambda p, x: chain(p, normed(x))),
-    ("other_user", "norm", lambda p, x: (lambda h: (chain(p, h), h.sum()))(normed(x)),
-     lambda p, x: (chain(p, normed(x)), x.sum())),
     ("shape", "residual",
      lambda p, x: chain(p, x).transpose(0, 1) + 2 * x[..., :48].transpose(0, 1),
      lambda p, x: (chain(p, x) + 2 * x[..., :48]).transpose(0, 1)),
-    ("other_user", "residual",
-     lambda p, x: (lambda y: (y + 2 * x[..., :48], y.sum()))(chain(p, x)),
-     lambda p, x: (chain(p, x) + 2 * x[..., :48], x.sum())),
 ]  # fmt: skip
 
 
@@ -215,10 +201,10 @@ def test_a_batch_norm_in_the_layer_before():
     assert kinds_of(rewrite(mended, (X[0],), options=VERIFIED)) == ["lowrank"]
 
 
+@torch.no_grad()
 def collected(function, *inputs, dynamic=None):
     found = Backend()
-    with torch.no_grad():
-        torch.compile(function, backend=found, dynamic=dynamic)(*inputs)
+    torch.compile(function, backend=found, dynamic=dynamic)(*inputs)
     return found[0]
 
 
