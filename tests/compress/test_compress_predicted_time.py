@@ -8,7 +8,6 @@ from toy_models import Model, llama
 
 from nmm_compiler.errors import ModelError
 from nmm_compiler.lowrank_models.apply import compress
-from nmm_compiler.lowrank_models.config import CompressionConfig
 from nmm_compiler.lowrank_models.predicted_time import Prices, Together, call_us
 from nmm_compiler.lowrank_models.ranks import Shape
 from nmm_compiler.passes.pipeline import explain

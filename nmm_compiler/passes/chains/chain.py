@@ -500,13 +500,17 @@ def _worth_telling(c: Canonical, walk: Walk, second: Stage, why: Refusal) -> Ref
 
 
 def is_low(c: Canonical, form: Product, second: Stage) -> bool:
-    """Return whether a product and a second one are less than one matrix."""
+    """Return whether a product and a second one would make a low-rank chain."""
     weight = form.rhs if c.is_weight(form.rhs) else form.lhs
-    sizes = [s for s in c.sizes(c.base(weight)[0]) if isinstance(s, int) and s != 1]
+    return c.is_weight(weight) and _saves(c.sizes(c.base(weight)[0]), second)
+
+
+def _saves(shape: tuple[Size, ...], second: Stage) -> bool:
+    """Return whether a first factor of some shape and a second one are less than one matrix."""
+    sizes = [s for s in shape if isinstance(s, int) and s != 1]
     whole, n = views.product(sizes), second.weight.n
     widths = [(inner, whole // inner) for inner in sizes]
-    low = any(max(second.weight.k, inner) * (k + n) < k * n for inner, k in widths)
-    return low and c.is_weight(weight)
+    return any(max(second.weight.k, inner) * (k + n) < k * n for inner, k in widths)
 
 
 def _first_is_given(c: Canonical, inner: Product, second: Stage) -> Refusal | None:
