@@ -85,8 +85,12 @@ def check_fields(record: Any) -> None:
             continue
         if right_type and values.names:
             raise UnknownNameError(name, value, values.names)
-        listed = f"one of {', '.join(values.names)}" if values.names else f"a value of {kind}"
+        listed = f"one of {', '.join(values.names)}" if values.names else _name_of(kind)
         raise OptionTypeError(name, value, values.wanted or listed)
+
+
+def _name_of(kind: Any) -> str:
+    return f"a value of {kind.__name__ if isinstance(kind, type) else kind}"
 
 
 @functools.lru_cache(maxsize=16)
