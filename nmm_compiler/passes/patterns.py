@@ -230,10 +230,10 @@ def spellings(c: Canonical, key: Key) -> Iterator[Spelling]:
     elif isinstance(form, Add):
         if isinstance(form.b, float):
             yield Spelling("add of a number", [form.a], (form.alpha, form.beta * form.b))
-            return
-        one, two = _terms(c, form.a, form.alpha), _terms(c, form.b, form.beta)
-        for a, b in (*itertools.product(one, two), *itertools.product(two, one)):
-            yield Spelling("add", (a[0], b[0]), (a[1], b[1]), a[2] | b[2])
+        else:
+            one, two = _terms(c, form.a, form.alpha), _terms(c, form.b, form.beta)
+            for a, b in (*itertools.product(one, two), *itertools.product(two, one)):
+                yield Spelling("add", (a[0], b[0]), (a[1], b[1]), a[2] | b[2])
     elif isinstance(form, Norm) and form.eps is not None:
         vectors = {"weight": form.weight, "bias": form.bias}
         held = {name: vector for name, vector in vectors.items() if vector is not None}
@@ -358,32 +358,27 @@ class Unifier:
 
     def _value(self, own: Key, theirs: Key, seen: Dims, found: Found) -> Iterator[Found]:
         """Compare a base value of the pattern with one of the graph."""
-        known = found.values.get(own)
+        known, form, other = found.values.get(own), self.p.forms[own], self.c.forms[theirs]
+        here = dataclasses.replace(found, values={**found.values, own: (theirs, seen)})
         if known is not None:
             if known == (theirs, seen):
                 yield found
-            return
-        if self.p.dtype(own) != self.c.dtype(theirs):
+        elif self.p.dtype(own) != self.c.dtype(theirs):
             self._differs(found, theirs, self.p.dtype(own), self.c.dtype(theirs))
-            return
-        form, other = self.p.forms[own], self.c.forms[theirs]
-        found = dataclasses.replace(found, values={**found.values, own: (theirs, seen)})
-        if isinstance(form, Leaf):
+        elif isinstance(form, Leaf):
             if part_of_one(theirs) is None:
-                yield found
-            return
-        if type(form) is not type(other):
-            self._differs(found, theirs, describe(form), describe(other))
-            return
-        nodes = {owner_of(theirs)} | self.c.helpers.get(theirs, frozenset())
-        last_moves = not seen or seen[-1:] != self.c.whole(theirs)[-1:]
-        along_last = isinstance(form, (Norm, AlongLast))
-        if nodes & self.c.effects.writers or (along_last and last_moves):
-            return
-        found = dataclasses.replace(found, nodes=found.nodes | nodes)
-        ways = self._products if isinstance(form, Product) else self._spelled
-        for operands, with_numbers in ways(own, theirs, seen, found):
-            yield from self._operands(operands, with_numbers)
+                yield here
+        elif type(form) is not type(other):
+            self._differs(here, theirs, describe(form), describe(other))
+        else:
+            nodes = {owner_of(theirs)} | self.c.helpers.get(theirs, frozenset())
+            last_moves = not seen or seen[-1:] != self.c.whole(theirs)[-1:]
+            moved = last_moves and isinstance(form, (Norm, AlongLast))
+            here = dataclasses.replace(here, nodes=here.nodes | nodes)
+            read = self._products if isinstance(form, Product) else self._spelled
+            allowed = not moved and not nodes & self.c.effects.writers
+            for operands, with_numbers in read(own, theirs, seen, here) if allowed else ():
+                yield from self._operands(operands, with_numbers)
 
     def _differs(self, found: Found, at: Key, wanted: object, got: object) -> None:
         if len(found.values) > self.nearest.agreed:
