@@ -97,9 +97,7 @@ def as_patterns(patterns: Patterns) -> tuple[str, ...]:
 
     Raises OptionTypeError for what is no pattern: not a string, or a broken regular expression.
     """
-    if patterns is None:
-        return ()
-    listed = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+    listed = (patterns,) if isinstance(patterns, str) else tuple(patterns or ())
     for pattern in listed:
         if not isinstance(pattern, str):
             raise OptionTypeError("pattern", pattern, "a string, e.g. 'mlp' or 're:.*_proj'")
@@ -251,8 +249,6 @@ def difference_from_linear(module: nn.Linear) -> str | None:
     if type(module).forward is nn.Linear.forward:
         return None
     weight = module.weight.detach()
-    if weight.is_meta:
-        return "has a forward of its own, which cannot be tried on the meta device"
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, _ROWS, weight.shape[1], generator=generator, dtype=torch.float64)
     x = x.to(weight.device)

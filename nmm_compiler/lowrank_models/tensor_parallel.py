@@ -56,8 +56,6 @@ def tensor_parallel_plan(
     """
     if split not in FACTOR_SPLITS:
         raise UnknownNameError("split", split, FACTOR_SPLITS)
-    if mesh.ndim != 1:
-        raise OptionTypeError("mesh", mesh, 'a mesh of one dimension, such as mesh["tp"]')
     packed = next((n for n, m in model.named_modules() if isinstance(m, QuantizedLinear)), None)
     if packed is not None:
         raise OptionTypeError(

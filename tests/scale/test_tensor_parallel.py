@@ -45,8 +45,8 @@ class Block(nn.Module):
 class Mesh:
     """What the plan asks a mesh."""
 
-    def __init__(self, devices, ndim=1):
-        self.devices, self.ndim = devices, ndim
+    def __init__(self, devices):
+        self.devices = devices
 
     def size(self):
         return self.devices
@@ -180,7 +180,6 @@ def block(**attributes):
     [
         (Block(), Mesh(2), "columns", UnknownNameError, "rank"),
         (nn.Linear(4, 4), Mesh(2), "row", OptionTypeError, "tensor-parallel plan"),
-        (Block(), Mesh(2, ndim=2), "row", OptionTypeError, "one dimension"),
         (Block(), Mesh(5), "row", ShapeError, "out_features 96"),
         (block(head=nn.Linear(64, 48)), Mesh(16), "rank", ShapeError, "down has rank 24"),
         (block(config=SimpleNamespace(num_attention_heads=8, num_key_value_heads=2)), Mesh(4),
