@@ -57,102 +57,102 @@ def saved(tmp_path_factory):
     return root
 
 
-def python(code, saved, first=""):
-    """Run code that loads models; this package is not on its path.
-
-    first: what runs before transformers is imported.
-    """
-    start = f"""
-import sys
+START = """
+import os, sys, traceback
 from pathlib import Path
+
+saved, root, bound = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
 sys.path[:] = [p for p in sys.path if not (Path(p) / "nmm_compiler").is_dir()]
 hooks = ("editable", "LowRank")  # of an install of this package, maybe an older one
 sys.meta_path[:] = [f for f in sys.meta_path if not any(hook in repr(f) for hook in hooks)]
-{first}
+
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModel, AutoModelForCausalLM
 
 def right(model, directory):
     expected = load_file(directory / "expected")["logits"]
     with torch.no_grad():
         found = model.eval()(torch.arange(14).reshape(2, 7)).logits
-    assert (found - expected).norm() <= {BOUND} * expected.norm(), directory
+    assert (found - expected).norm() <= bound * expected.norm(), directory
 
 def each(*but):
-    return [d for d in sorted(Path({str(saved)!r}).iterdir()) if d.name not in but]
-"""
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    done = subprocess.run(
-        [sys.executable, "-c", start + code], cwd="/", capture_output=True, text=True, timeout=300,
-        env={**environment, "OMP_NUM_THREADS": "1", "HF_HOME": str(saved.parent / "hub")},
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done
+    return [d for d in sorted(saved.iterdir()) if d.name not in but]
 
-
-def test_without_this_package_the_hub_s_convention_loads_and_all_else_raises(saved):
-    python(
-        """
-for directory in each():
-    for trust in (None, False) if directory.name != "experts" else (None, False, True):
+def apart(way):
+    \"\"\"Go one way in a process of its own, which shares what is imported.\"\"\"
+    if os.fork() == 0:
         try:
-            AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=trust)
+            way()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    assert os.wait()[1] == 0, way.__name__
+"""
+WAYS = """
+def an_import_before_transformers_is_right_or_raises_until_load_has_registered():
+    sys.path.insert(0, root)
+    import nmm_compiler
+    from transformers import AutoModelForCausalLM
+    for directory in each("experts"):
+        try:
+            AutoModelForCausalLM.from_pretrained(directory)
         except RuntimeError as error:
             assert "ignore_mismatched_sizes" in str(error), error
         else:
             raise AssertionError(f"{directory} loaded with random layers")
-for directory in each("experts"):
-    model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)
-    right(model, directory)
-    model.save_pretrained(directory / "again")
-    again = AutoModelForCausalLM.from_pretrained(directory / "again", trust_remote_code=True)
-    right(again, directory)
-    base = AutoModel.from_pretrained(directory, trust_remote_code=True)
-    assert type(base).__name__ in ("LlamaModel", "GPT2Model")
-assert "nmm_compiler" not in sys.modules
-""",
-        saved,
-    )
+        right(AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True), directory)
+    for directory in each():
+        right(nmm_compiler.load(directory), directory)
+        right(AutoModelForCausalLM.from_pretrained(directory), directory)
 
+apart(an_import_before_transformers_is_right_or_raises_until_load_has_registered)
+from transformers import AutoModel, AutoModelForCausalLM
 
-def test_after_the_import_from_pretrained_and_load_are_right(saved):
-    python(
-        f"""
-sys.path.insert(0, {str(ROOT)!r})
-import nmm_compiler
-for directory in each():
-    for trust in (None, False, True):
-        model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=trust)
+def without_this_package_the_hub_s_convention_loads_and_all_else_raises():
+    for directory in each():
+        for trust in (None, False) if directory.name != "experts" else (None, False, True):
+            try:
+                AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=trust)
+            except RuntimeError as error:
+                assert "ignore_mismatched_sizes" in str(error), error
+            else:
+                raise AssertionError(f"{directory} loaded with random layers")
+    for directory in each("experts"):
+        model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)
         right(model, directory)
-    right(nmm_compiler.load(directory), directory)
-    model.save_pretrained(directory / "again")
-    right(nmm_compiler.load(directory / "again"), directory)
-""",
-        saved,
-    )
+        model.save_pretrained(directory / "again")
+        again = AutoModelForCausalLM.from_pretrained(directory / "again", trust_remote_code=True)
+        right(again, directory)
+        base = AutoModel.from_pretrained(directory, trust_remote_code=True)
+        assert type(base).__name__ in ("LlamaModel", "GPT2Model")
+    assert "nmm_compiler" not in sys.modules
+
+def after_the_import_from_pretrained_and_load_are_right():
+    sys.path.insert(0, root)
+    import nmm_compiler
+    for directory in each():
+        for trust in (None, False, True):
+            model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=trust)
+            right(model, directory)
+        right(nmm_compiler.load(directory), directory)
+        model.save_pretrained(directory / "again")
+        right(nmm_compiler.load(directory / "again"), directory)
+
+apart(without_this_package_the_hub_s_convention_loads_and_all_else_raises)
+apart(after_the_import_from_pretrained_and_load_are_right)
+"""
 
 
-def test_an_import_before_transformers_is_right_or_raises_until_load_has_registered(saved):
-    python(
-        """
-import nmm_compiler
-for directory in each("experts"):
-    try:
-        AutoModelForCausalLM.from_pretrained(directory)
-    except RuntimeError as error:
-        assert "ignore_mismatched_sizes" in str(error), error
-    else:
-        raise AssertionError(f"{directory} loaded with random layers")
-    right(AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True), directory)
-for directory in each():
-    right(nmm_compiler.load(directory), directory)
-    right(AutoModelForCausalLM.from_pretrained(directory), directory)
-""",
-        saved,
-        first=f"sys.path.insert(0, {str(ROOT)!r}); import nmm_compiler",
-    )
+def test_each_way_to_load_is_right_or_raises(saved):
+    """In processes of their own, where this package is not on the path unless it is imported."""
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", START + WAYS, str(saved), str(ROOT), str(BOUND)],
+        cwd="/", capture_output=True, text=True, timeout=900, check=False,
+        env={**environment, "OMP_NUM_THREADS": "1", "HF_HOME": str(saved.parent / "hub")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_model_that_is_not_of_transformers_says_what_saves_it(tmp_path):
