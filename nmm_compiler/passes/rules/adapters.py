@@ -143,14 +143,14 @@ class Adapters(KernelRule):
         self, graph: Canonical, node: Any, inner: set[fx.Node], last: fx.Node, call: _Call
     ) -> Match | Refusal:
         """Return the match of one call, or why there is none."""
-        reads = [one for one in call.plain() if one is not None] + call.factors
-        dtypes = {dtype_name(graph.dtype(one)) for one in (node, *reads)}
+        read = (node, *call.plain(), *call.factors)
+        dtypes = {dtype_name(graph.dtype(one)) for one in read if one is not None}
         if len(dtypes) > 1:
             text = f"x, weights, factors and the result are {', '.join(sorted(dtypes))}"
             return Refusal("dtype", text, node)
-        writes = [one for one in inner if one in graph.effects.writers]
         also = () if last is node else (node,)
-        why = unsafe(graph, inner, last, reads + call.others, allowed=writes, also_final=also)
+        writes = [one for one in inner if also and one in graph.effects.writers]
+        why = unsafe(graph, inner, last, call.reads(graph), allowed=writes, also_final=also)
         if why is not None:
             return why
         tokens = tokens_to_judge(views.product(graph.sizes(call.linear.args[0])[:-1]))
@@ -275,17 +275,13 @@ def _gathered(graph: Canonical, base: Any, more: Key) -> _Call | None:
     of_tokens = axes_over(chain.first, graph.base(chain.first.x)[1])[1]
     if not whole or of_tokens.get(chain.first.chosen, ()) != graph.base(x)[1][0]:  # type: ignore[arg-type]
         return None
-    if any(other is not index for other in others) or not _counts(graph.dtype(index)):
+    counts = graph.dtype(index) in (torch.int32, torch.int64)
+    if not counts or any(other is not index for other in others):
         return None
     if not _number(chain) or not same_tokens(graph, own, own.out_dims, chain.first, chain.out_dims):
         return None
     operands = functools.partial(_flat, chain, stacks, index)
     return _Call(base, [*stacks[:2]], [index, *stacks[2:]], operands)
-
-
-def _counts(dtype: Any) -> bool:
-    """Return whether numbers of a dtype count places."""
-    return dtype is not None and not dtype.is_floating_point and dtype != torch.bool
 
 
 def _without_gains(graph: Canonical, key: Key) -> tuple[Key, Key | None]:
