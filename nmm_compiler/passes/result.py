@@ -157,16 +157,14 @@ def graph_parts(
     original: fx.GraphModule, rewritten: fx.GraphModule, matches: Iterable[Match]
 ) -> list[Part]:
     """Return a section with the picture before and after for each kind of match."""
-    sizes = ("m", "k", "r", "n")
-    kinds = grouped(((m.kind, *(str(m.info.get(size, "-")) for size in sizes)), m) for m in matches)
+    kinds = grouped((str(match).replace(f" at {match.name}", ""), match) for match in matches)
     parts: list[Part] = []
-    for (kind, *shape), same in kinds.items():
+    for kind, same in kinds.items():
         match = same[0]
         fused, added = {node.name for node in match.nodes}, set(match.added)
         before = _picture(original, match.graph, fused, "fused", "before")
         after = _picture(rewritten, match.graph, added, "call", "after")
-        shown = ", ".join(f"{size}={value}" for size, value in zip(sizes, shape, strict=True))
-        title = f"{len(same)} x {kind} {shown} at {places_of(m.module or m.name for m in same)}"
+        title = f"{len(same)} x {kind} at {places_of(m.module or m.name for m in same)}"
         parts.append(Section(title, (before, after)))
     return parts
 
