@@ -89,14 +89,10 @@ class Step(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Phase(Record):
-    """One pass of the model: "prefill", "decode", or "pass" of a model that does not generate.
-
-    tokens: output tokens of one pass, one for each sequence of the batch.
-    """
+    """One pass of the model: "prefill", "decode", or "pass" of a model that does not generate."""
 
     name: str
     lines: tuple[Line, ...]
-    tokens: int
 
     @property
     def us(self) -> float:
@@ -223,7 +219,7 @@ class ModelPrediction(Shown, Record):
     def tokens_per_second(self) -> float | None:
         """Output tokens of all sequences a second."""
         decode = self.phase("decode")
-        return None if decode is None else 1e6 * decode.tokens / decode.us
+        return None if decode is None else 1e6 * self.batch / decode.us
 
     @property
     def lines(self) -> tuple[Line, ...]:

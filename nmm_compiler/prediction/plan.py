@@ -130,12 +130,11 @@ Measured = Mapping[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Difference(Record):
-    """A step as predicted and as measured; note: the steps of STEPS that are counted in it."""
+    """A step as predicted and as measured."""
 
     step: str
     predicted_us: float
     measured_us: float
-    note: str = ""
 
 
 def read_measured(text: str, name: str) -> Measured:
@@ -177,8 +176,8 @@ def differences(phase: Phase, measured: Measured, bytes_per_second: float) -> li
     ]
     if made:
         left = max(0.0, us - sum(one.measured_us for one in made))
-        rest, names = sum(steps.values()), ", ".join(steps)
-        made.append(Difference(step="the rest", predicted_us=rest, measured_us=left, note=names))
+        rest = sum(steps.values())
+        made.append(Difference(step="the rest", predicted_us=rest, measured_us=left))
     return [
         Difference(step="the pass on the device", predicted_us=predicted, measured_us=us), *made
     ]  # fmt: skip
@@ -316,15 +315,10 @@ class Plan(Shown, Record):
             times = ("predicted ms", "measured ms")
             said = verdict(self.differences, self.predictions[0].error_band)
             rows = [
-                (
-                    one.step,
-                    f"{one.predicted_us / 1e3:.3f}",
-                    f"{one.measured_us / 1e3:.3f}",
-                    one.note,
-                )
+                (one.step, f"{one.predicted_us / 1e3:.3f}", f"{one.measured_us / 1e3:.3f}")
                 for one in self.differences
             ]
-            made += [Line(said, "headline"), Grid.of(("step", *times, ""), rows, right=times)]
+            made += [Line(said, "headline"), Grid.of(("step", *times), rows, right=times)]
         low = [p for p in self.predictions if p.gain][:40]
         if low and not self.changes:
             gains = [

@@ -214,7 +214,7 @@ def _prediction(
     phases = []
     for one in asked:
         pieces = routed(prepared.pieces(one, named, machine, inside), routing, prepared.shared)
-        phases.append(_phase(one.name, pieces, machine, setting["batch"], layers, head))
+        phases.append(_phase(one.name, pieces, machine, layers, head))
     return ModelPrediction(
         name=model.name,
         target=machine.target.name,
@@ -348,9 +348,7 @@ def _weight_bytes(model: MetaModel, dtype: str, machine: Machine, head: str) -> 
     return total
 
 
-def _phase(
-    name: str, pieces: Sequence[Piece], machine: Machine, batch: int, layers: int, head: str
-) -> Phase:
+def _phase(name: str, pieces: Sequence[Piece], machine: Machine, layers: int, head: str) -> Phase:
     """Return the lines of a pass: its pieces, the gaps between them, and the host."""
     lines: list[Line] = []
     for piece in pieces:
@@ -371,4 +369,4 @@ def _phase(
     if stack.program_gap_us:
         law = stack.program_gap_us, "published law", "from one program to the next"
         lines.append(line_of(*law, calls=layers + 1, **between))
-    return Phase(name=name, lines=tuple(lines), tokens=batch)
+    return Phase(name=name, lines=tuple(lines))

@@ -51,7 +51,6 @@ _FEW_TOKENS = 128
 # scores more.
 SCORE_PASSES = 12.3
 
-Inputs = Mapping[str, Any] | Sequence[Any]
 Graphs = Sequence[tuple[fx.GraphModule, Sequence[Any]]]
 
 
@@ -81,7 +80,7 @@ class Piece:
     apart: tuple[Piece, ...] = ()
 
 
-def graphs_of(model: MetaModel, inputs: Inputs) -> Graphs:
+def graphs_of(model: MetaModel, inputs: Mapping[str, Any] | Sequence[Any]) -> Graphs:
     """Return the graphs of one pass of the model with their inputs; they are of no target yet.
 
     Raises ModelError where the model cannot be traced.

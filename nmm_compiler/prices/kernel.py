@@ -54,8 +54,6 @@ _WORTH_WORKERS = 8
 # Tokens from which two cores share the tokens, so that they exchange nothing.
 MANY_TOKENS = 256
 
-Price = Callable[[KernelSpec, str | Target], float]
-
 
 def estimate_us(spec: KernelSpec, target: str | Target) -> float:
     """Return the least closed form of a kernel's schedules, from its first instruction to its last.
@@ -146,7 +144,7 @@ def tuned_us(spec: KernelSpec, target: str | Target) -> float:
     return sum(count * tuned_us(one, chip) for one, count in launches.items())
 
 
-PRICES: dict[str, Price] = {
+PRICES: dict[str, Callable[[KernelSpec, str | Target], float]] = {
     "closed_form": estimate_us, "simulated": simulated_us, "tuned": tuned_us,
 }  # fmt: skip
 

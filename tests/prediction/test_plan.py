@@ -33,7 +33,7 @@ def made(us: dict[str, float], dense=None, **changes) -> ModelPrediction:
         "name": "toy", "target": "trn2", "dtype": "bfloat16", "weights": "bf16", "prompt": 8,
         "context": 8, "batch": 1, "tp": 1, "lnc": 1, "ranks": (), "parameters": 1,
         "ratio": None if dense is None else 0.2, "dense": dense,
-        "phases": (Phase(name="decode", lines=lines, tokens=1),),
+        "phases": (Phase(name="decode", lines=lines),),
         "memory": Memory(weight_bytes=1, cache_bytes=1, activation_bytes=1, capacity_bytes=9),
     }  # fmt: skip
     return ModelPrediction(**fields | changes)

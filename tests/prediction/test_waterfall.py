@@ -87,7 +87,7 @@ def phase():
         Line(module="(host)", kind="call", calls=1, each_us=133.0, source="published law",
              error_band=band),
     )  # fmt: skip
-    return Phase(name="decode", lines=lines, tokens=1)
+    return Phase(name="decode", lines=lines)
 
 
 def test_measured_figures_stand_beside_the_predicted_steps():
