@@ -267,7 +267,11 @@ def _try(rung: Rung, executor: str, target: Target, why: str = "") -> Verdict:
         why = "only TorchNeuron has kernels in graphs of torch.compile"
     if why:
         return _verdict(rung, "left out", why)
-    arrays = _operands(rung)
+    generator = np.random.default_rng(0)
+    arrays = [
+        generator.standard_normal(shape, dtype=np.float32).astype(numpy_dtype(dtype))
+        for shape, dtype in rung.operands
+    ]
     wanted = rung.wanted(*(a.astype(np.float64) for a in arrays))
     predicted = predicted_us(rung, target)
     try:
@@ -282,14 +286,6 @@ def _try(rung: Rung, executor: str, target: Target, why: str = "") -> Verdict:
     said = f"differs by up to {proof.max_error:.3g}, bound {proof.largest_bound:.3g}"
     verdict = ("passed", "") if proof.passed else ("wrong", said)
     return _verdict(rung, *verdict, us, predicted)
-
-
-def _operands(rung: Rung) -> list[Array]:
-    generator = np.random.default_rng(0)
-    return [
-        generator.standard_normal(shape, dtype=np.float32).astype(numpy_dtype(dtype))
-        for shape, dtype in rung.operands
-    ]
 
 
 def predicted_us(rung: Rung, target: Target) -> float | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,11 @@ from nmm_compiler.lowrank_models.hf import require_transformers
 from nmm_compiler.lowrank_models.meta_copies import MetaModel, without_data
 from nmm_compiler.outputs import read_json
 
-_NAMES = Path(__file__).parent / "public_models.json"
-
 
 @functools.cache
 def public_models() -> dict[str, dict[str, Any]]:
     """Return the configs of public models that ship with the package, by name."""
-    return dict(json.loads(_NAMES.read_text(encoding="utf-8")))
+    return read_json(Path(__file__).with_name("public_models.json"))
 
 
 def meta_model(model_or_config: Any, dtype: torch.dtype) -> MetaModel:
