@@ -22,7 +22,6 @@ import ml_dtypes
 import numpy as np
 import typer
 
-import nmm_compiler as nmm
 from nmm_compiler.cli import values
 from nmm_compiler.cli.models import attribute_of, foreign
 from nmm_compiler.codegen.check_against_float64 import Proof, compare, prove
@@ -99,12 +98,13 @@ def kernel(
 
     Example: nmm kernel attention --m 1 --context 8192 --heads 32 --kv-heads 8 --d 128 --check
     """
+    from nmm_compiler.codegen.build import build_kernel
     from nmm_compiler.codegen.choice_table import schedule_table
     from nmm_compiler.codegen.choose import choose
     from nmm_compiler.codegen.dialects import TITLES
 
     spec = make_spec(_of_linear(family, context.args), context.args)
-    built = nmm.build_kernel(spec, target, dialect=dialect)
+    built = build_kernel(spec, target, dialect=dialect)
     profile = built.profile()
     proof = prove(built) if check else None
     choices = choose(spec, target) if schedules else ()

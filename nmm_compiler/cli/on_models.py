@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-import nmm_compiler as nmm
 from nmm_compiler.cli import models, values
 from nmm_compiler.errors import MissingPackageError, ModelError, NmmError, OptionTypeError
 from nmm_compiler.lowrank_models.progress import steps
@@ -72,6 +71,8 @@ def explain(
 
     Example: nmm explain llama-3.2-1b --ratio 0.2 --html report.html
     """
+    from nmm_compiler.passes.pipeline import explain as run
+
     page: list[Part] = []
     with steps(f"loading {model}") as step, models.foreign(model, "running it raised"):
         loaded, inputs = models.load(model, tokens)
@@ -90,7 +91,7 @@ def explain(
             page = [_predicted(model, loaded, before, inputs, target), *page]
         step("tracing and matching")
         options: Any = {"target": target, "rules": [*own, *(["+simulated"] if html else [])]}
-        result = nmm.explain(loaded, dict(inputs), options=options)
+        result = run(loaded, dict(inputs), options=options)
         if html is not None:
             import torch
 
@@ -120,6 +121,8 @@ def _predicted(name: str, model: Any, before: Any, inputs: dict[str, Any], targe
     was; the others for the inputs that they run. before: the model that was factorized, if it was;
     what is predicted is then the very model that the page compiles.
     """
+    from nmm_compiler.prediction.predict import predict
+
     setting: dict[str, Any] = {"dense": before, "norms": False}  # as the page compiles it
     tensors = [value for value in inputs.values() if hasattr(value, "shape")]
     sizes = [one.shape[:-1] if one.is_floating_point() else one.shape for one in tensors[:1]]
@@ -132,7 +135,7 @@ def _predicted(name: str, model: Any, before: Any, inputs: dict[str, Any], targe
     elif not generates:
         setting |= {"inputs": inputs}
     try:
-        parts = nmm.predict(given, target, **setting).parts()
+        parts = predict(given, target, **setting).parts()
     except NmmError as error:  # a page without it is still a page, and says so
         return Line(f"the whole model is not predicted: {error}", "note")
     return Section("the whole model, predicted", tuple(parts))
@@ -269,6 +272,8 @@ def export(
 
     Example: nmm export all-MiniLM-L6-v2 --dialect stablehlo -o encoder.mlir
     """
+    from nmm_compiler.mlir.export import export_mlir
+
     with steps(f"loading {model}"):
         loaded, inputs = models.load(model, tokens)
     if any(p.is_meta for p in loaded.parameters()):  # a public name: shapes are all that args need
@@ -277,7 +282,7 @@ def export(
         loaded = loaded.to_empty(device="cpu")
         inputs = models.example_inputs(model, loaded, tokens)
     with steps("tracing, rewriting, lowering"), models.foreign(model, "running it raised"):
-        module = nmm.export_mlir(
+        module = export_mlir(
             loaded,
             inputs,
             dialect=dialect,
@@ -345,7 +350,9 @@ def compress(
 
     Example: nmm compress ./llama ./llama-lowrank --ratio 0.2 --text calibration.txt
     """
+    from nmm_compiler.lowrank_models import hf
     from nmm_compiler.lowrank_models.config import CompressionConfig
+    from nmm_compiler.prediction.headlines import compress as run
 
     settings: dict[str, Any] = {
         "ratio": ratio, "rank": rank, "include": include or None, "exclude": exclude or None,
@@ -361,16 +368,18 @@ def compress(
         loaded, tokenizer = models.with_weights(model)
     batches = None if text is None else read_batches(text, tokenizer, loaded)
     original = copy.deepcopy(loaded) if recover_steps else None
-    report = nmm.compress(loaded, **settings, calibration=batches)
+    report = run(loaded, **settings, calibration=batches)
     said = [str(report)]
     figures: dict[str, Any] = {"compression": report.to_dict()}
     figures["compression"]["achieved_ratio"] = report.achieved_ratio
     if original is not None:
-        recovery = nmm.recover(loaded, batches, teacher=original, steps=recover_steps)
+        from nmm_compiler.lowrank_models.recover import recover
+
+        recovery = recover(loaded, batches, teacher=original, steps=recover_steps)
         said.append(recovery.summary())
         figures["recovery"] = recovery.to_dict()
     files = {"compression.json": json.dumps(figures, indent=2)}
-    nmm.save(loaded, out_dir, tokenizer=tokenizer, files=files)
+    hf.save(loaded, out_dir, tokenizer=tokenizer, files=files)
     return values.Answer(figures, ["\n".join((*said, f"saved     {out_dir}"))])
 
 
