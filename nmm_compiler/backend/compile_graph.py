@@ -20,7 +20,6 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import re
 import time
 import warnings
 from collections import Counter
@@ -60,19 +59,15 @@ from nmm_compiler.ops.references import as_matrix
 from nmm_compiler.options import Options
 from nmm_compiler.passes.graph.read_graph import local_part
 from nmm_compiler.passes.result import could_bring, graph_parts, slower_than_dense
-from nmm_compiler.report.text import counted
 from nmm_compiler.runtime import neuron
-from nmm_compiler.runtime.kernels import KERNELS, without_kernel
+from nmm_compiler.runtime.kernels import KERNELS, WITHOUT_KERNEL
 from nmm_compiler.runtime.weights import PACKS
 
 _GRAPHS = itertools.count(1)
-_SHOWN = 4  # backward products that PyTorch computes
 __all__ = ["last_report", "nmm", "reports", "reset"]
 # Raise the number when a decomposition changes: inductor's caches do not look inside of it.
 _CACHE_TAG = "nmm-decompositions-2"
 _INNER_OF_DEVICE = {"neuron": "neuron", "xla": "openxla"}
-OLDEST, NEWEST = (2, 9), (2, 13)
-"""The minor versions of torch that the tests pass with, both included."""
 
 
 def nmm(
@@ -98,7 +93,6 @@ def nmm(
     Raises:
         UnknownNameError, OptionTypeError: for bad options.
     """
-    warn_if_untested()
     chosen = Options.make(options, **more)
     sharding.register_when_used(registration.RULES)
     work = Compilation(gm, example_inputs, chosen)
@@ -118,19 +112,6 @@ def nmm(
         compiled = _verified_at_first_call(work.unverified, compiled)
     publish(report, chosen, work.gm, rewritten)
     return compiled
-
-
-@functools.cache
-def warn_if_untested(version: str = torch.__version__) -> None:
-    """Warn where `version` is older or newer than the tested ones; once per version."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found is not None and not OLDEST <= (int(found[1]), int(found[2])) <= NEWEST:
-        oldest, newest = (".".join(map(str, one)) for one in (OLDEST, NEWEST))
-        warnings.warn(
-            f"nmm is tested with torch {oldest} to {newest}, this is {version}; compare outputs "
-            "with options={'verify': True} before you rely on them",
-            stacklevel=3,
-        )
 
 
 def reset() -> None:
@@ -331,27 +312,19 @@ def _build_kernels(work: Compilation, rewritten: fx.GraphModule) -> None:
     target, device = work.options.target, _kernel_device(work)
     origins = KERNELS.origins(list(counts), target, work.options)
     fill_cache([spec for spec in counts if origins[spec] == "built"], target, options=work.options)
-    backward_us = 0.0
     for spec, calls in counts.items():
         kernel = KERNELS.get_or_warn(spec, target, work.options)
         if kernel is None:
-            work.notes.append(f"no kernel for {spec.short()}; {without_kernel(work.options)}")
+            work.notes.append(f"no kernel for {spec.short()}; {WITHOUT_KERNEL}")
             continue
         if device is not None and not neuron.check(kernel, device):
             if work.options.strict:
                 raise neuron.failed_first_run(kernel)
             work.notes.append(f"{kernel.name} failed its first run; PyTorch computes its calls")
         work.note_kernel(kernel, calls, origins[spec], backward[spec])
-        backward_us += backward[spec] * work.lines[-1].predicted_us
     if by_torch:
-        many = ", ".join(f"{count} x {what}" for what, count in by_torch.most_common(_SHOWN))
-        more = f" and {len(by_torch) - _SHOWN} more" if len(by_torch) > _SHOWN else ""
-        work.notes.append(f"PyTorch, no kernel, computes backward products: {many}{more}")
-    if backward:
-        work.notes.append(
-            f"the backward pass has {counted(sum(backward.values()), 'launch', 'launches')} of "
-            f"{counted(len(backward), 'kernel')} for its products, {backward_us:,.1f} us predicted"
-        )
+        many = ", ".join(f"{count} x {what}" for what, count in by_torch.most_common())
+        work.notes.append(f"PyTorch, no kernel, computes backward products: {many}")
 
 
 def _backward(called: GraphCall) -> tuple[list[GraphCall], list[str]]:

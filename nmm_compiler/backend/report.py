@@ -142,17 +142,15 @@ class CompileReport(Shown, Record):
             parts.append(Grid.of(("calls", "at"), rows))
         parts += declined_parts(self.declined)
         if self.kernels:
-            trained = any(kernel.backward for kernel in self.kernels)
-            figures = ("calls", *(("backward",) if trained else ()), "HBM MB", "predicted us")
             kernels = [
                 (
-                    kernel.spec, kernel.calls, *((kernel.backward,) if trained else ()),
-                    kernel.origin, f"{kernel.hbm_bytes / 1e6:.2f}",
-                    f"{kernel.predicted_us:.1f}", kernel.schedule,
+                    kernel.spec, kernel.calls, kernel.backward, kernel.origin,
+                    f"{kernel.hbm_bytes / 1e6:.2f}", f"{kernel.predicted_us:.1f}", kernel.schedule,
                 )
                 for kernel in self.kernels
             ]  # fmt: skip
-            head = ("kernel", *figures[:-2], "from", *figures[-2:], "schedule")
+            figures = ("calls", "backward", "HBM MB", "predicted us")
+            head = ("kernel", *figures[:2], "from", *figures[2:], "schedule")
             parts.append(Grid.of(head, kernels, right=figures))
         if self.fallback is not None:
             parts.append(Line(f"the graph was left as it was: {self.fallback}", "warning"))

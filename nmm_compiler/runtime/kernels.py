@@ -19,9 +19,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from nmm_compiler.errors import CacheMissError, ShapeError
-from nmm_compiler.options import KERNEL_EXECUTORS, LADDER, Options, setting
+from nmm_compiler.options import LADDER, Options, setting
 
 _WORTH_SPLITTING_TOKENS = 128
+WITHOUT_KERNEL = "PyTorch computes its calls, or they raise where an executor was named"
 
 Key = tuple[Any, ...]
 
@@ -105,7 +106,7 @@ class Kernels:
             if not known:
                 warnings.warn(
                     f"nmm: no kernel for {spec} on {target}: {type(error).__name__}: {error}; "
-                    f"{without_kernel(options)}",
+                    f"{WITHOUT_KERNEL}",
                     stacklevel=2,
                 )
             return None
@@ -184,10 +185,3 @@ class Kernels:
 
 KERNELS = Kernels()
 """The process's kernels, shared by the backend and all executors."""
-
-
-def without_kernel(options: Options) -> str:
-    """Return the text on what happens to calls without a kernel."""
-    return (
-        "its calls raise" if options.executor in KERNEL_EXECUTORS else "PyTorch computes its calls"
-    )

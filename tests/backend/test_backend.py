@@ -16,7 +16,6 @@ from torch._dynamo.backends.registry import register_backend
 from torch._inductor.exc import InvalidCxxCompiler
 
 from nmm_compiler.backend import compile_graph as backend
-from nmm_compiler.backend.compile_graph import NEWEST, OLDEST, warn_if_untested
 from nmm_compiler.errors import OptionTypeError, UnknownNameError
 from nmm_compiler.options import Options
 from nmm_compiler.passes import pipeline
@@ -241,19 +240,3 @@ def test_auto_inner_follows_the_device(monkeypatch):
     assert names == {"xla": "openxla", "cpu": "inductor", "cuda": "inductor"}
     assert backend._INNER_OF_DEVICE["neuron"] == "neuron"
     assert backend.inner_name("aot_eager", []) == "aot_eager"
-
-
-# A torch that was never tested is said, once.
-
-
-UNTESTED = ("2.8.1", "3.0.0", f"2.{NEWEST[1] + 1}.0a0+git12")
-TESTED = (torch.__version__, f"{OLDEST[0]}.{OLDEST[1]}.0", "2.13.1+cpu", "unknown")
-
-
-@pytest.mark.parametrize("version", [*UNTESTED, *TESTED])
-def test_another_version_is_one_warning(version):
-    if version in UNTESTED:
-        with pytest.warns(UserWarning, match="tested with torch 2.9 to 2.13"):
-            warn_if_untested(version)
-    with warnings.catch_warnings(action="error"):
-        warn_if_untested(version)

@@ -167,7 +167,7 @@ def test_training_runs_through_simulated_kernels():
     assert rewritten() == 2  # in one graph, for all steps
     report = backend.last_report()
     # no gradient of the batch: p, dv, q, du of the first pair, and dx too of the second
-    assert any("backward pass has 9 launches" in note for note in report.notes)
+    assert sum(kernel.backward for kernel in report.kernels) == 9
     assert sum(kernel.calls for kernel in report.kernels) == 2 + 9
     # Losses of size ~1; five steps of 1e-2 each turn a rounding difference into at most two steps'.
     assert (got - losses_of(eager, eager)).abs().max() <= 5 * tolerance(eager)
