@@ -11,7 +11,6 @@ import contextlib
 import inspect
 import re
 import sys
-from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -68,9 +67,7 @@ def _group(help_: str, epilog: str, **more: Any) -> typer.Typer:
                        pretty_exceptions_enable=False, rich_markup_mode="rich", **more)  # fmt: skip
 
 
-def _add(
-    group: typer.Typer, command: Callable[..., Any], name: str | None = None, epilog: str = ""
-) -> None:
+def _add(group: typer.Typer, name: str, command: Any, epilog: str | None = None) -> None:
     """Add a command: an empty line of its docstring ends a paragraph."""
     text = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(command) or "")
     # Who takes typer's context reads the words that no option takes.
@@ -85,23 +82,27 @@ app = _group(
     "An error is one line; NMM_TRACEBACK=1 adds the traceback.",
     name="nmm",
 )
-_add(app, demo.demo)
-_add(app, kernels.kernel, epilog=kernels.OPTIONS)
-for one in (
-    on_models.explain, on_models.plan, cache.build, on_models.compress,
-    kernels.simulate, kernels.profile, kernels.lint,
-):  # fmt: skip
-    _add(app, one)
-_add(app, on_models.evaluate, "eval")
-_add(app, on_models.export)
-_add(app, doctor.doctor)
+_add(app, "kernel", kernels.kernel, kernels.OPTIONS)
+for name, command in {
+    "demo": demo.demo,
+    "explain": on_models.explain,
+    "plan": on_models.plan,
+    "build": cache.build,
+    "compress": on_models.compress,
+    "simulate": kernels.simulate,
+    "profile": kernels.profile,
+    "lint": kernels.lint,
+    "eval": on_models.evaluate,
+    "export": on_models.export,
+    "doctor": doctor.doctor,
+}.items():
+    _add(app, name, command)
 cache_group = _group(
     "The kernel cache: list, verify, clear; nmm build fills it.",
     "Where: NMM_CACHE_DIR. How: NMM_CACHE=off|ro|rw|require. See docs/cache.md.",
 )
-_add(cache_group, cache.list_, "list")
-_add(cache_group, cache.verify)
-_add(cache_group, cache.clear)
+for name, command in {"list": cache.list_, "verify": cache.verify, "clear": cache.clear}.items():
+    _add(cache_group, name, command)
 app.add_typer(cache_group, name="cache")
 
 

@@ -76,7 +76,6 @@ def doctor(
         state = str(Store.open())
     except CacheError as error:
         state = f"not used, kernels are kept in memory: {error}"
-    first = options.Options().target
     without = [  # what kernels of each target do without on this machine, and who says so
         f"{name} {field}={value}"
         for name in targets.names()
@@ -87,8 +86,7 @@ def doctor(
         ("Python", platform.python_version()),
         *((f"{package} ({role})", version(package) or "not installed")
           for package, role in _PACKAGES),
-        *((f"target {name}{' (default)' if name == first else ''}", targets.get(name).summary)
-          for name in targets.names()),
+        *((f"target {name}", targets.get(name).summary) for name in targets.names()),
         ("cache", f"{options.cache_dir()}, mode {options.cache_mode()}"),
         ("cache state", state),
         ("verdicts", verdicts),
