@@ -454,7 +454,7 @@ def _explicit(sites: Sequence[Site], config: CompressionConfig) -> tuple[Allocat
         if not named(names, [pattern]):
             raise ModelError(
                 f"rank pattern {pattern!r} matches none of the {len(sites)} selected layers"
-                f"{closest(pattern, names)} (e.g. {', '.join(names[:4])})"
+                f"{closest(pattern, names)}"
             )
     ranks: Ranks = {}
     notes: Notes = {}

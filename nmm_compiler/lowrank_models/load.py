@@ -101,8 +101,7 @@ def _load(directory: Path) -> Any:
         if what in ("missing_keys", "mismatched_keys") and keys:
             shown = ", ".join(sorted(map(str, keys))[:4])
             raise FileError(
-                f"the weights lack {shown} ({len(keys)} {what.replace('_', ' ')} in all), which "
-                f"{type(model).__name__} needs"
+                f"the weights lack {shown} ({len(keys)} in all), which {type(model).__name__} needs"
             )
     return model.eval()
 

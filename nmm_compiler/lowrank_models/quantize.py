@@ -138,10 +138,6 @@ class QuantizedLinear(Packed):
         """Map x [.., k] to [.., n]."""
         return functional.linear(x, self.dequantized(x.dtype), self.bias)
 
-    def extra_repr(self) -> str:
-        """Show k, n and the format."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, {self.format}"
-
 
 def residual(weight: torch.Tensor, base: QuantizedLinear) -> torch.Tensor:
     """Return what a base leaves of a weight, in the weight's dtype."""
