@@ -8,25 +8,20 @@ import torch
 import torch.distributed as dist
 from processes import on_ranks, same_gradients
 from torch import nn
-from toy_models import Pair
+from toy_models import Model, Pair
 
 import nmm_compiler as nmm
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch.distributed is missing")
 
 
-class Stack(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(48, 6, bias=False), nn.Linear(6, 48)) for _ in range(2)
-        )
-
-    def forward(self, x):
-        for layer in self.layers:
+def stack():
+    def function(m, x):
+        for layer in m.layers:
             x = torch.tanh(layer(x))
         return x
+
+    return Model(function, layers=nn.ModuleList(Pair(48, 6, 48) for _ in range(2)))
 
 
 def compiled(model, inner):
@@ -85,7 +80,7 @@ def fully_sharded():
     """FSDP2: compiled blocks read whole parameters."""
     from torch.distributed.fsdp import fully_shard
 
-    model, alone = Stack(), Stack()
+    model, alone = stack(), stack()
     options = {"inner": "eager", "strict": True, "cache": "off"}
     for index, layer in enumerate(model.layers):
         model.layers[index] = torch.compile(layer, backend="nmm", options=options)
