@@ -41,16 +41,13 @@ class Statistics:
     gradients: dict[str, SecondMoment]
     tokens: int = 0
 
-    def moments(self) -> list[SecondMoment]:
-        """Return every moment."""
-        return [*self.inputs.values(), *self.gradients.values()]
-
     def check(self, sites: Sequence[Site], *, gradients: bool, base: str | None = None) -> None:
         """Raise ModelError, naming the layers, where the moments of these sites are lacking.
 
         One of many experts may lack those of its inputs, and all but one layer their gradients.
         """
-        if base is not None and any(moment.carried for moment in self.moments()):
+        every = (*self.inputs.values(), *self.gradients.values())
+        if base is not None and any(moment.carried for moment in every):
             raise ModelError(
                 f"the statistics are for factors of the weights, and compress has base={base!r}: "
                 f"pass calibrate(..., base={base!r})"
@@ -66,8 +63,7 @@ class Statistics:
                 raise ModelError(
                     f"calibration has no {kind} of {len(lacking)} of {len(sites)} layers: "
                     f"{nearest('', lacking)}; name them in exclude=, or calibrate this "
-                    "model, with inputs that use them and the same include and exclude"
-                    + (", and gradients=True" if kind == "gradients" else "")
+                    "model, with inputs that use them and the same include, exclude and gradients"
                 )
 
 
@@ -171,7 +167,8 @@ def collect(
                     ) from error
             # three matrices of the largest factorization in float64, and a Gram matrix
             work = max((3 * s.n * s.k + min(s.n, s.k) ** 2 for s in sites), default=0)
-            sums = sum(m.total.nbytes + m.squares.nbytes for m in kept.moments())
+            every = (*kept.inputs.values(), *kept.gradients.values())
+            sums = sum(moment.total.nbytes + moment.squares.nbytes for moment in every)
             need = sums + 8 * work
             if free is not None and need > free:
                 raise CapacityError(

@@ -31,9 +31,8 @@ def _is_workload(given: int | Mapping[str, Any]) -> bool:
         return given > 0
     pairs = [pair for pair in given.values() if isinstance(pair, (tuple, list)) and len(pair) == 2]
     return 0 < len(pairs) == len(given) and all(
-        isinstance(tokens, int)
-        and not isinstance(tokens, bool)
-        and isinstance(weight, (int, float))
+        type(tokens) is int
+        and type(weight) in (int, float)
         and tokens > 0
         and 0 < weight < math.inf
         for tokens, weight in pairs
@@ -103,9 +102,7 @@ class CompressionConfig:
             if format is not None:
                 object.__setattr__(self, name, read_format(format))
         if self.ratio is not None and self.rank is not None:
-            raise OptionTypeError(
-                "rank", self.rank, f"either a rank or a ratio (ratio is {self.ratio!r}), not both"
-            )
+            raise OptionTypeError("rank", self.rank, "either a rank or a ratio, not both")
         calibrated = self.calibration is not None
         if calibrated == (self.method == "svd") and self.method != "auto":
             raise OptionTypeError(

@@ -100,7 +100,7 @@ class StackedBase(Packed):
 
 def is_stacked(module: nn.Module) -> bool:
     """Return whether a module is a layer of stacked experts as transformers 5 has them."""
-    if isinstance(module, SplitExperts) or not all(hasattr(module, flag) for flag in _FLAGS):
+    if not all(hasattr(module, flag) for flag in _FLAGS):
         return False
     if getattr(module, "has_post_expert_norm", False) or getattr(module, "_is_expert_parallel", 0):
         return False

@@ -61,7 +61,8 @@ def gram(weight: torch.Tensor, moments: Moments) -> tuple[torch.Tensor, torch.Te
             total.mul_(long.shift).add_(long.total, alpha=long.scale)
     else:
         for part in blocks(size, weight.shape[1]):
-            left = long.times(weight[part].double())
+            wide = weight[part].double()
+            left = (wide @ long.total).mul_(long.scale).add_(wide, alpha=long.shift)
             product(left, weight.T, out=total[part])
     if short is None:
         return total, None

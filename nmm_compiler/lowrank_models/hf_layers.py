@@ -78,9 +78,8 @@ class SavedLayers:
         if wrong:
             raise FileError(
                 f"the saved config's quantization_config has {wrong!r:.100}; a layer has a rank, a "
-                "positive whole number or 0 for a base alone, and maybe a format and a base, of "
-                f"{', '.join(FORMATS)}: restore config.json from the directory that the model was "
-                "saved to"
+                "positive whole number or 0 for a base alone, and maybe a known format and base: "
+                "restore config.json from the directory that the model was saved to"
             )
         return cls(**{name: dict(held) for name, held in found.items()})
 

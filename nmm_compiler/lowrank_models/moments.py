@@ -109,10 +109,6 @@ class Moment:
     shift: float = 0.0
     carried: bool = False
 
-    def times(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return rows @ A for rows [m, size] in float64."""
-        return (rows @ self.total).mul_(self.scale).add_(rows, alpha=self.shift)
-
     def dense(self) -> torch.Tensor:
         """Return A as a new tensor."""
         matrix = self.total * self.scale

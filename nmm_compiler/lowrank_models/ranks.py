@@ -150,9 +150,9 @@ def allocate_global(
     if not tables:
         largest = max(shapes, key=lambda s: s.largest_rank)
         raise ModelError(
-            f"no matrix has a rank that is a multiple of align={align} and below break-even; the "
-            f"largest, {largest.name} [{largest.n}, {largest.k}], allows ranks up to "
-            f"{largest.largest_rank}: pass an align of at most that, or leave it out by exclude="
+            f"no matrix has a rank that is a multiple of align={align} and below break-even: "
+            f"{largest.name} [{largest.n}, {largest.k}] allows ranks up to {largest.largest_rank}; "
+            "pass an align of at most that, or leave it out by exclude="
         )
     budget = (1 - ratio) * dense
     picked = dict.fromkeys(tables, 0)

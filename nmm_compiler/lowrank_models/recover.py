@@ -64,9 +64,9 @@ class RecoveryReport(Record):
     def summary(self) -> str:
         """Return one line for people."""
         return (
-            f"recovered {self.objective} over {self.steps} steps ({self.trained_parameters} "
-            f"parameters): held-out loss {self.validation_before:.4g} -> "
-            f"{self.validation_after:.4g} (best at step {self.kept_step}), {self.seconds:.1f} s"
+            f"recovered {self.objective} over {self.steps} steps: held-out loss "
+            f"{self.validation_before:.4g} -> {self.validation_after:.4g} (best at step "
+            f"{self.kept_step})"
         )
 
 

@@ -182,13 +182,13 @@ class CompressionReport(Shown, Record):
         said, reason = ("", "") if self.whole is None else self.whole(quality)
         if said:
             return said
-        gains = [(t.dense_us / t.us, f"in {t.name} of {t.tokens:,} tokens") for t in self.workload]
+        gains = [(t.gain, f"in {t.name} of {t.tokens:,} tokens") for t in self.workload]
         if gains:
             where = f"in these layers ({self.source}) on {self.target}"
             error = ERRORS[self.source]
             made = headline(gains, where, error=error, quality=quality, remedy=REMEDY)
         else:
-            unpriced = f"no time is predicted for this {'base' if self.base else 'dtype'}"
+            unpriced = "no time is predicted for this base or dtype"
             made = f"{self.priced or unpriced}; {quality}"
         return made + (f" (the whole model is not predicted: {reason})" if reason else "")
 

@@ -209,10 +209,7 @@ def _refusal(
     """Return why this linear is left alone, "" when it can be factorized."""
     kind, weight = type(module).__name__, cast(torch.Tensor, module.weight)
     if parametrize.is_parametrized(module):
-        changed = ", ".join(vars(module.parametrizations)["_modules"])
-        return (
-            f"its {changed} is parametrized; torch.nn.utils.parametrize.remove_parametrizations it"
-        )
+        return "its weight is parametrized; use torch.nn.utils.parametrize.remove_parametrizations"
     if not name:
         return "the model itself is a linear; wrap it, e.g. in nn.Sequential"
     plain = type(weight) in (nn.Parameter, torch.Tensor) and weight.is_floating_point()

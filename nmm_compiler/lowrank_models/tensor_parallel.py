@@ -83,7 +83,7 @@ def tensor_parallel_plan(
         if isinstance(heads, int) and heads % devices:
             raise ShapeError(
                 f"the model has {heads} {field}, which do not divide by {devices} devices; use a "
-                f"mesh whose size divides {heads}"
+                "smaller mesh"
             )
     plan: dict[str, ParallelStyle] = {}
     for name, role in roles.items():
