@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from backend.small_models import FactorPair
-from processes import ran
 from torch import nn
 from torch._dynamo.backends.registry import register_backend
 from torch._inductor.exc import InvalidCxxCompiler
@@ -202,21 +201,6 @@ def test_equal_options_do_not_recompile():
     assert len(captured) == 1
     assert Options(**QUICK) == Options.make(QUICK)
     assert dataclasses.replace(Options(), freeze=True) != Options()
-
-
-def test_the_backend_works_by_name_without_importing_the_package():
-    code = (
-        "import torch, sys\n"
-        "assert 'nmm' in torch._dynamo.list_backends()\n"
-        "assert 'nmm_compiler' not in sys.modules\n"
-        "m = torch.nn.Sequential(torch.nn.Linear(16, 2, bias=False), torch.nn.Linear(2, 12))\n"
-        "x = torch.randn(4, 16)\n"
-        "f = torch.compile(m, backend='nmm', options={'inner': 'eager', 'kernels': 'lazy'})\n"
-        "assert torch.allclose(f(x), m(x), atol=1e-5)\n"
-        "import nmm_compiler.backend.compile_graph as b\n"
-        "print(len(b.last_report().matches))\n"
-    )
-    assert ran("-c", code).stdout.strip() == "1"
 
 
 def test_without_a_cxx_compiler_auto_is_eager_with_one_warning(monkeypatch):
