@@ -19,7 +19,6 @@ def assert_same(function, given):
 @pytest.mark.parametrize(("shape", "dropout"), [((5, 32), 0.1), ((5, 3, 32), 0.0)])
 def test_a_batch_of_three_adapters_is_one_call_a_layer_with_gradients(shape, dropout):
     """Adapters a, b and c, of which c has another rank."""
-    torch.manual_seed(0)
     said = {"target_modules": ["up", "down"], "init_lora_weights": False, "lora_dropout": dropout}
     layers = {"up": nn.Linear(32, 48, bias=False), "down": nn.Linear(48, 32)}
     model = Model(lambda m, x: x + m.down(F.gelu(m.up(x))), **layers)
@@ -42,7 +41,6 @@ def served(x, w, bias, a, b, gains, index):
 
 
 def operands():
-    torch.manual_seed(0)
     index = torch.tensor([0, 3, 1, 1, 2, 0])
     factors = torch.randn(4, 8, 32) / 6, torch.randn(4, 48, 8)
     return (

@@ -20,20 +20,19 @@ from nmm_compiler.passes.pipeline import run
 aten = torch.ops.aten
 torch.manual_seed(0)
 A, B = torch.randn(4, 32) / 6, torch.randn(32, 4) / 2
-W = torch.randn(32, 32) / 6
 
 
-Model = functools.partial(models.Model, a=A, b=B, w=W)
+Model = functools.partial(models.Model, a=A, b=B, w=(torch.randn(32, 32) / 6))
 
 
+@torch.no_grad()
 def both(function):
     """Return the result; outputs are compared, and inputs after the run too."""
     x = torch.randn(6, 32)
     module = fx.symbolic_trace(Model(function))
     result = run(module, (x.clone(),))
     one, two = x.clone(), x.clone()
-    with torch.no_grad():
-        want, got = copy.deepcopy(module)(one), copy.deepcopy(result.graph_module)(two)
+    want, got = copy.deepcopy(module)(one), copy.deepcopy(result.graph_module)(two)
     torch.testing.assert_close(one, two)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
     return result
