@@ -25,7 +25,6 @@ class Corrected(nn.Module):
 
     def __init__(self, k=128, n=256, r=16, bias=True, scale=1.0, format="fp8"):
         super().__init__()
-        torch.manual_seed(0)
         weight = torch.randn(n, k, dtype=torch.bfloat16) / k**0.5
         own = nn.Parameter(torch.randn(n, dtype=torch.bfloat16)) if bias else None
         self.base = QuantizedLinear.of(weight, format, own)
@@ -35,13 +34,6 @@ class Corrected(nn.Module):
 
     def forward(self, x):
         return self.base(x) + self.scale * self.up(self.down(x))
-
-
-def assert_gradients(results, leaves, bound):
-    """Hold the gradients of two results to a part of themselves and of their largest number."""
-    made, wanted = (torch.autograd.grad(y.sum(), leaves) for y in results)
-    for one, want in zip(made, wanted, strict=True):
-        torch.testing.assert_close(one, want, rtol=bound, atol=bound * want.abs().max().item())
 
 
 def x(m=8, k=128):
@@ -125,7 +117,11 @@ def test_kernels_agree_with_eager_and_the_branch_has_gradients(made, options, bo
     expected = model(data)
     got = compiled(model, **options, executor="simulator")(data)
     assert (got - expected).norm() <= bound * expected.norm()
-    assert_gradients((got, expected), [data, model.down.weight, model.up.weight], of_gradients)
+    leaves = [data, model.down.weight, model.up.weight]
+    grads = (torch.autograd.grad(y.sum(), leaves) for y in (got, expected))
+    for one, want in zip(*grads, strict=True):
+        bound = of_gradients * want.abs().max().item()
+        torch.testing.assert_close(one, want, rtol=of_gradients, atol=bound)
 
 
 def launched(*lowered):
@@ -137,6 +133,7 @@ def launched(*lowered):
 
 @pytest.mark.parametrize("k", [1024, 1152])  # whole 512s, and more
 @pytest.mark.parametrize(("layout", "eight"), [("row", False), ("col", True)])
+@torch.no_grad()
 def test_u_is_put_in_the_order_of_its_kernel_once_for_each_of_its_values(k, layout, eight):
     dtype = torch.float8_e4m3fn if eight else torch.bfloat16
     base = QuantizedLinear.of(torch.randn(64, k), "mxfp4")
@@ -155,8 +152,7 @@ def test_u_is_put_in_the_order_of_its_kernel_once_for_each_of_its_values(k, layo
     made = packs.made
     assert taken().data_ptr() == first.data_ptr()
     assert packs.made == made
-    with torch.no_grad():
-        stored.copy_((2 * stored.float()).to(dtype))
+    stored.copy_((2 * stored.float()).to(dtype))
     assert torch.equal(taken().float(), 2 * wanted)
 
 
@@ -176,19 +172,6 @@ def test_u_behind_h_is_put_in_the_order_of_the_tiles_of_h(n):
     assert torch.equal(named["up_u"], us[1])
 
 
-def test_the_op_refuses_what_is_no_weight_of_blocks():
-    linear, data = QuantizedLinear.of(torch.randn(64, 128), "mxfp4"), torch.randn(2, 128)
-    op = CORRECTED.of_arguments(CORRECTED.fake)
-    meta = [t.to("meta") for t in (data, linear.values, linear.scale)]
-    assert op(*meta).shape == (2, 64)
-    with pytest.raises(nmm.errors.UnknownNameError, match="format"):
-        op(*meta, format="int4")
-    with pytest.raises(nmm.errors.SpecError, match="pass bytes, uint8"):
-        op(meta[0], meta[1].float(), meta[2])
-    with pytest.raises(nmm.errors.ShapeError, match="outputs and blocks"):
-        op(meta[0], meta[1], meta[2][:, :2])
-
-
 def gated(p, x):
     return p.down(nn.functional.silu(p.gate(x)) * p.up(x)) + x
 
@@ -202,13 +185,13 @@ def mlp(rank=0, function=gated, outputs=512):
 
 
 @pytest.mark.parametrize("rank", [0, 32])
+@torch.no_grad()
 def test_a_gated_mlp_of_blocks_is_one_call_and_agrees_with_eager(rank):
     model, data = mlp(rank), x(3, 512)
     made = nmm.rewrite(model, data, options=ON_TRN3)
     assert_one_call(made, "corrected_mlp")
     made.check(data)
-    with torch.no_grad():
-        want, got = model(data), compiled(model, **ON_TRN3, executor="simulator")(data)
+    want, got = model(data), compiled(model, **ON_TRN3, executor="simulator")(data)
     # both left factors rounded to three bits of mantissa, gate and up in quadrature
     assert (got - want).norm() <= 3**0.5 * 2**-4 * want.norm()
 
@@ -247,8 +230,8 @@ def heads(**how):
 @pytest.mark.parametrize(
     ("format", "target", "scale"), [("mxfp4", "trn3", 0.5), ("fp8", "trn2", 1.0)]
 )
-def test_linears_of_one_x_are_one_call_with_gradients_of_their_branches(format, target, scale):
-    model, data = heads(format=format, scale=scale), x(8, 512).requires_grad_()
+def test_linears_of_one_x_are_one_call(format, target, scale):
+    model, data = heads(format=format, scale=scale), x(8, 512)
     where = {"target": target, "strict": True}
     made = nmm.rewrite(model, data, options=where)
     (match,) = made.matches
@@ -256,15 +239,10 @@ def test_linears_of_one_x_are_one_call_with_gradients_of_their_branches(format, 
     assert match.info["base_weight"] == format
     assert_one_call(made, "corrected_matmul_shared_x")
     made.check(data)
-    leaves = {n: p for n, p in model.named_parameters() if p.requires_grad} | {"x": data}
     expected, got = model(data), compiled(model, **where, executor="simulator")(data)
-    own, made = (torch.autograd.grad(y.sum(), list(leaves.values())) for y in (expected, got))
     # of MX blocks x is rounded to three bits of mantissa; p, v / s and y to bfloat16
     bound = 2**-4 if format == "mxfp4" else 2**-6
     assert (got - expected).norm() <= bound * expected.norm()
-    assert len(own) == 3 * 2 + 2 + 1
-    for name, one, want in zip(leaves, made, own, strict=True):
-        assert (one - want).norm() <= bound * want.norm(), name
 
 
 @pytest.mark.parametrize(
@@ -280,15 +258,15 @@ def test_linears_of_one_x_are_one_call_with_gradients_of_their_branches(format, 
         (512, 1, ["+norms"], {"norm": 2, "residual": 2}),
     ],
 )
+@torch.no_grad()
 def test_a_compressed_llama(format, target, factors, hidden, tokens, rules, counts):
     """One call for q, k and v, one for the MLP; norms and sums inside of calls."""
     model = llama(hidden, 512, dtype=torch.bfloat16)
     nmm.compress(model, base=format, rank=16, factors=factors)
     given = {"input_ids": torch.arange(tokens)[None], "use_cache": False}
     options = {"target": target, "rules": rules, "strict": True}
-    with torch.no_grad():
-        want = model(**given).logits
-        got = compiled(model, **options, executor="simulator")(**given).logits
+    want = model(**given).logits
+    got = compiled(model, **options, executor="simulator")(**given).logits
     matches = nmm.explain(model, given, options=options).matches
     found = [kind for match in matches for kind in match.kind.split()]
     assert {kind: found.count(kind) for kind in counts} == counts
@@ -301,22 +279,16 @@ def test_a_compressed_llama(format, target, factors, hidden, tokens, rules, coun
 @pytest.mark.parametrize("factor", [1.0, 0.5])
 @pytest.mark.parametrize("written", [False, True])
 def test_an_fp8_branch_is_read_as_stored_unless_it_is_written(factor, written):
-    class Branched(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            weight, down, up = (torch.randn(s) / 16 for s in ((256, 512), (32, 512), (256, 32)))
-            base = QuantizedLinear.of(weight.bfloat16(), "mxfp4")
-            self.low = LowRankLinear.from_factors(down.bfloat16(), up.bfloat16(), None, base)
-            self.bias = nn.Parameter(torch.randn(256, dtype=torch.bfloat16), requires_grad=False)
-            round_factors(self.low, "fp8")
+    def function(p, x):
+        if written:
+            p.low.up.scale.mul_(2)
+        return p.low.base(x) + factor * (p.low.up(p.low.down(x)) + p.bias)
 
-        def forward(self, x):
-            if written:
-                self.low.up.scale.mul_(2)
-            return self.low.base(x) + factor * (self.low.up(self.low.down(x)) + self.bias)
-
-    model, data = Branched(), x(8, 512)
+    weight, down, up = (torch.randn(s).bfloat16() / 16 for s in ((256, 512), (32, 512), (256, 32)))
+    low = LowRankLinear.from_factors(down, up, None, QuantizedLinear.of(weight, "mxfp4"))
+    round_factors(low, "fp8")
+    bias = torch.randn(256, dtype=torch.bfloat16)
+    model, data = Model(function, low=low, bias=bias).requires_grad_(False), x(8, 512)
     want = copy.deepcopy(model)(data)
     made = nmm.explain(copy.deepcopy(model), data, options={"target": "trn3"})
     notes = [note for match in made.matches for note in match.notes]
