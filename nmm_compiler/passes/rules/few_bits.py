@@ -16,8 +16,6 @@ weight whose numbers may lie beyond 240, where NKI's float8_e4m3 ends, is refuse
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any
 
 from torch import fx
 
@@ -72,16 +70,12 @@ class StaticFP8(Quantized):
     name = "static_fp8"
     ends_at = (Product, Opaque)
 
-    def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
-        """Propose products, with their bias where they add one, and calls of _scaled_mm."""
-        form = graph.forms.get(node)
-        if isinstance(form, Opaque) and form.name == _SCALED_MM:
-            yield node
-        yield from super().pattern(graph, node)
-
     def check(self, graph: Canonical, candidate: fx.Node) -> Match | Refusal | None:
         """Read both sides, and check that kernels read their numbers."""
-        if isinstance(graph.forms.get(candidate), Opaque):
+        form = graph.forms.get(candidate)
+        if isinstance(form, Opaque):
+            if form.name != _SCALED_MM:
+                return None
             why = (
                 "the numbers of _scaled_mm may lie beyond 240, where NKI's float8_e4m3 ends; "
                 "load the checkpoint with nmm_compiler.lowrank_models.static_fp8.load_static_fp8"
