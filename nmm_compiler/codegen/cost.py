@@ -22,6 +22,7 @@ def tensor_us(matmuls: Iterable[Passes], dtype: str, target: Target) -> float:
     for count, columns in matmuls:
         cycles = max(columns, target.tensor_min_interval_cycles)
         if dtype == "float32":
+            cycles = max(cycles, target.tensor_fp32_min_columns)
             each = cycles * target.fp32_pass_factor + target.tensor_fp32_overhead_cycles
         else:
             each = float(cycles + target.tensor_interval_overhead_cycles)

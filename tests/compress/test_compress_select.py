@@ -99,7 +99,7 @@ def test_weights_that_are_not_plain_tensors_are_named():
     model["e"] = nn.LazyLinear(8)
     eight = torch.zeros(32, 32, dtype=torch.float8_e4m3fn)
     model["eight"].weight = nn.Parameter(eight, requires_grad=False)
-    model["router"] = ToyRouter()
+    model["router"] = ToyRouter(None, weight=torch.zeros(4, 32))
     sites, skipped = find_sites(model)
     assert [site.name for site in sites] == ["fine"]
     check_reasons(
