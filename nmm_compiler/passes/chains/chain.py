@@ -309,7 +309,7 @@ def affine(c: Canonical, key: Key, form: Form) -> tuple[Key, list[Step]] | None:
 
 
 # A refused step is told if a low-rank product is among so many nodes before it.
-_NEAR = 16
+_STEPS_BETWEEN = 4
 
 
 @dataclass(frozen=True)
@@ -486,17 +486,29 @@ def _given(factor: Key) -> Refusal:
 
 
 def _worth_telling(c: Canonical, walk: Walk, second: Stage, why: Refusal) -> Refusal | None:
-    """Return the refusal if only a few other steps lie between two products that are low-rank."""
-    near = [] if isinstance(walk.key, Virtual) else [walk.key]
-    for node in near:
-        made = [c.forms.get(key) for key in (*c.virtuals.get(node, ()), node)]
-        products = [form for form in made if isinstance(form, Product)]
-        dense = [one for one in products if c.is_weight(one.lhs) or c.is_weight(one.rhs)]
-        if any(is_low(c, form, second) for form in dense):
+    """Return the refusal if only refused steps lie between two products that are low-rank.
+
+    Behind a residual sum, a rotary embedding or an attention stand other layers of the model.
+    """
+    if isinstance(walk.key, Virtual):
+        return None
+    operands = _behind(c, walk.key)
+    for _ in range(_STEPS_BETWEEN):
+        walked = [trace_back(c, key) for key in operands]
+        if any(isinstance(form, Product) and is_low(c, form, second) for _, form in walked):
             return why
-        if not dense and len(near) < _NEAR:
-            near += [one for one in node.all_input_nodes if one not in near]
+        ends = [seen.key for seen, form in walked if isinstance(form, Refusal)]
+        steps = [_behind(c, end) for end in ends if not isinstance(end, Virtual)]
+        operands = [key for step in steps if len(step) == 1 for key in step]
     return None
+
+
+def _behind(c: Canonical, key: Key) -> list[Key]:
+    """Return the activations that a step computes from, through getitems of several results."""
+    found = operands(c.forms[key])
+    parts = [k for k in found if isinstance(k, fx.Node) and k in c.views and c.shape(k) is None]
+    found += [source for part in parts for source in part.all_input_nodes]  # split, chunk
+    return [k for k in found if k in c.views and c.shape(k) is not None and not c.is_weight(k)]
 
 
 def is_low(c: Canonical, form: Product, second: Stage) -> bool:
