@@ -22,6 +22,8 @@ from nmm_compiler.targets import Target
 SIMULATED_CANDIDATES = 6
 # Instructions of one core that are simulated for a choice, after the first candidate.
 SIMULATED_INSTRUCTIONS = 30_000
+# Over the least closed-form cost: of a kind of schedules whose best is simulated, too.
+KIND_SHARE = 1.1
 SHOWN = 12
 # A compiler that keeps program order may cost a kernel a twentieth; what it costs more is charged.
 IN_ORDER_SHARE = 0.05
@@ -94,11 +96,15 @@ def timed(choice: Choice, times: tuple[float, int, float]) -> Choice:
 
 
 def _to_try(ranked: list[Choice]) -> list[Choice]:
-    """Return the candidates to simulate: the best of each way to share the kernel, then the best of
-    all."""
-    firsts: dict[str, Choice] = {}
+    """Return the candidates to simulate: the best of each kind that is nearly the best of all, or
+    is another way to share the kernel; then the best of all."""
+    firsts: dict[tuple[Any, ...], Choice] = {}
+    splits = set()
     for choice in ranked:
-        firsts.setdefault(choice.schedule.split, choice)
+        near = choice.cost_us <= KIND_SHARE * ranked[0].cost_us
+        if near or choice.schedule.split not in splits:
+            firsts.setdefault(choice.schedule.kind, choice)
+        splits.add(choice.schedule.split)
     first = list(firsts.values())
     return (first + [choice for choice in ranked if choice not in first])[:SIMULATED_CANDIDATES]
 

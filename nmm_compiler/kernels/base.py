@@ -325,6 +325,11 @@ class Schedule(Record):
     if TYPE_CHECKING:  # the last field of every family: how two cores share the kernel
         split: str = ""
 
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """The axes that the closed form tells apart badly: the best of each kind is simulated."""
+        return (self.split,)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain JSON data, without those that are unset by default."""
         made = super().to_dict()

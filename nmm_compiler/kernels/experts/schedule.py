@@ -108,6 +108,11 @@ class ExpertsSchedule(Schedule):
     banks: int = 6
     split: str = ""
 
+    @property
+    def kind(self) -> tuple[str, int]:
+        """How two cores share the kernel, and the tokens of a block."""
+        return (self.split, self.tokens)
+
     def plan(self, spec: ExpertsSpec) -> ExpertsPlan:
         """Return what the kernel reads of a core's share."""
         n = spec.features

@@ -71,6 +71,11 @@ class LinearSchedule(Schedule):
     own_queue: bool = False
     split: str = ""
 
+    @property
+    def kind(self) -> tuple[str, int]:
+        """How two cores share the kernel, and the panels of first factors for many tokens."""
+        return (self.split, self.u_block if self.m_block > FEW else 0)
+
     def tokens(self, layer: Layer) -> int:
         """Return the tokens of a block."""
         return min(self.m_block, layer.m)
