@@ -16,15 +16,17 @@ import multiprocessing
 import random
 import re
 import time
+import warnings
 from typing import Annotated, Any
 
 import typer
 
 from nmm_compiler.cli import models, values
 from nmm_compiler.cli.endings import say
-from nmm_compiler.errors import ModelError
+from nmm_compiler.errors import CacheWarning, ModelError
 from nmm_compiler.lowrank_models.progress import steps
 from nmm_compiler.options import let_threads_sleep
+from nmm_compiler.report.parts import Grid, Line, Part
 
 _HELD_OUT_SHARE = 0.25
 _LENGTH, _LEARNED, _JUDGED = 256, 16, 4
@@ -55,18 +57,18 @@ def demo(
     let_threads_sleep()  # two processes share the cores
     # Predictions need shapes only: a second process makes them while the model is loaded.
     spawn = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(1, spawn) as beside:
+    with concurrent.futures.ProcessPoolExecutor(1, spawn, initializer=_quiet) as beside:
         figures = _run(form, forms, target, beside)
     passed = bool(figures["passed"])  # no kernel, or one that is wrong, fails it
     said = "every kernel passed its check" if passed else "a check FAILED"
-    shown = [*figures.pop("shown"), f"took {time.monotonic() - started:.0f} s; {said}"]
-    return values.Answer(figures, shown, passed=passed)
+    parts = [*figures.pop("parts"), Line(f"took {time.monotonic() - started:.0f} s; {said}")]
+    return values.Answer(figures, [parts], passed=passed)
 
 
 def _run(
     form: str | None, forms: dict[str, Any], target: str, beside: concurrent.futures.Executor
 ) -> dict[str, Any]:
-    """Run the flow; return its figures and, as "shown", what to print."""
+    """Run the flow; return its figures and, as "parts", its table."""
     import torch
 
     from nmm_compiler.lowrank_models.apply import compress
@@ -106,14 +108,30 @@ def _run(
         step(f"proving the kernels of {chosen.name}")
         proofs = proving.result()
     right = sum(proof.passed for proof in proofs)
-    shown = [
-        f"{models.LANGUAGE_MODEL}, a language model: {done}",
-        f"{right} of the {len(proofs)} kernels that the times of {chosen.name} are made of agree "
-        "with float64, run from their source in the simulator",
-        planned.table(),
-        f"perplexity of {judged.numel():,} tokens that calibrated nothing, measured here: "
-        f"{before:.2f} in {dense}, {after:.2f} in {chosen.name}",
+    perplexities = {dense: f"{before:.2f}", chosen.name: f"{after:.2f}"}
+    times = [f"{phase.name} ms" for phase in planned.predictions[0].phases]
+    head = ("weights", "MiB", "perplexity", *times, "gain", "")
+    rows = [
+        (
+            p.form,
+            f"{p.memory.needed_bytes / 2**20:,.0f}",
+            perplexities.get(p.form, "-"),
+            *(f"{phase.us / 1e3:.2f}" for phase in p.phases),
+            f"{planned.over_first(p):.2f}x",
+            "taken" if p.form == chosen.name else "",
+        )
+        for p in planned.predictions
     ]
+    parts: list[Part] = [
+        Line(f"{models.LANGUAGE_MODEL}, a language model: {done}"),
+        Line(f"{right} of the {len(proofs)} kernels that the times of {chosen.name} are made of "
+             "agree with float64, run from their source in the simulator"),
+        Grid.of(head, rows, right=head[1:-1]),
+        Line(f"perplexity: measured here, of {judged.numel():,} tokens that calibrated nothing; "
+             f"times: predicted for one core of {target}, batch 1; nmm plan does it for any model",
+             "note"),
+        *(Line(text, "headline") for text in planned.verdict()),
+    ]  # fmt: skip
     return {
         "model": models.LANGUAGE_MODEL,
         "form": chosen.name,
@@ -122,7 +140,7 @@ def _run(
         "predictions": [one.to_dict() for one in planned.predictions],
         "verdict": planned.verdict(),
         "passed": right == len(proofs) > 0 and math.isfinite(after),
-        "shown": shown,
+        "parts": parts,
     }
 
 
@@ -131,6 +149,14 @@ def _kernels_of(prediction: Any, priced: list[Any]) -> list[Any]:
     rows = (re.split(r" \+ |; ", line.what) for line in prediction.lines)
     chosen = set(itertools.chain.from_iterable(rows))
     return [spec for spec in priced if spec.short() in chosen]
+
+
+def _quiet() -> None:
+    """Say nothing in the second process that this one says, too."""
+    import torch
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore", CacheWarning)
 
 
 def predicted_forms(name: str, forms: tuple[str, ...], target: str) -> tuple[Any, list[Any]]:

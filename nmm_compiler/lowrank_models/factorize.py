@@ -118,6 +118,7 @@ def balance(factors: Factors, dtype: torch.dtype = torch.float64) -> Factors:
     return Factors(up, down, None if inside is None else inside / scale[:, None])
 
 
+@torch.no_grad()
 def measure(
     weight: torch.Tensor, target: torch.Tensor, factors: Factors, moment: SecondMoment | None
 ) -> tuple[float, float | None]:

@@ -272,9 +272,12 @@ class Plan(Shown, Record):
                 f"{target}: no form that fits a core's memory is known to keep the quality; more "
                 "cores (--tp) hold more"
             )
-        gain, error = forms.pop(best)[0], ERRORS[self.predictions[0].price]
-        said = []
-        for form, (other, fits, _) in forms.items():
+        gain, _, needed = forms.pop(best)
+        error, quality = ERRORS[self.predictions[0].price], quality_of(best)
+        said = [f"{target}: take {best}"]
+        if quality is not None and quality[1] != (1.0, 1.0):
+            said[0] += " ({:.2f} and {:.2f} times the perplexity of bf16)".format(*quality[1])
+        for form, (other, fits, held) in forms.items():
             over, note = gain / other, ""
             if not fits:
                 note = ", which does not fit"
@@ -284,8 +287,9 @@ class Plan(Shown, Record):
                 note = ": low rank alone loses"
             elif not told_apart(over, error):
                 note = f", not told apart (error {100 * error:.0f} %)"
+                note += f", with {needed / held:.2f} of its memory"
             said.append(f"{over:.2f}x over {form}{note}")
-        return "; ".join([f"{target}: take {best}", *said])
+        return "; ".join(said)
 
     def over_first(self, p: ModelPrediction, phase: int = -1) -> float:
         """Return how many times faster a prediction is than the first form of its setting."""

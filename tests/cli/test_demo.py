@@ -92,8 +92,9 @@ def test_every_step_is_checked(form, target, monkeypatch, nmm):
     assert "a check FAILED" in ended.out
     for words in (
         "perplexity",
-        "TTFT ms",
-        "TPOT ms",
+        "prefill ms",
+        "decode ms",
+        "taken",
         "take ",
         "low rank alone loses",
     ):
