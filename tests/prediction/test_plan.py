@@ -80,7 +80,9 @@ def test_a_gain_within_the_error_of_the_prices_is_not_told_apart(monkeypatch):
     assert made({"mlp": 50.0, "self_attn": 50.0}, DENSE).pays
     fp8 = made({"mlp": 95.0, "self_attn": 50.0}, weights="fp8")
     (said,) = Plan(name="toy", predictions=(DENSE, fp8)).verdict()
-    assert said.startswith("trn2: take fp8; 1.03x over bf16, not told apart (error ")
+    assert said.startswith(
+        "trn2: take fp8 (1.01 and 1.01 times the perplexity of bf16); 1.03x over bf16, not"
+    )
 
 
 def test_a_setting_that_cannot_be_had_is_named():
@@ -149,7 +151,7 @@ def test_each_target_is_told_its_form_with_what_was_measured_of_it(monkeypatch):
     assert [p.form for p in shown.predictions] == [*names[:3], *names]
     assert [shown.best_form(target) for target in ("trn2", "trn3")] == ["fp8", "mxfp4+64"]
     said = shown.verdict()
-    assert said[0].startswith("trn2: take fp8; ")
+    assert said[0].startswith("trn2: take fp8 (")
     assert "over lowrank:0.2: low rank alone loses" in said[0]
     assert "x over mxfp4, which is not known to keep the quality" in said[1]
     assert len(shown.refused) == 2
