@@ -168,7 +168,7 @@ def collect(
             # three matrices of the largest factorization in float64, and a Gram matrix
             work = max((3 * s.n * s.k + min(s.n, s.k) ** 2 for s in sites), default=0)
             every = (*kept.inputs.values(), *kept.gradients.values())
-            sums = sum(moment.total.nbytes + moment.squares.nbytes for moment in every)
+            sums = sum(moment.bytes() for moment in every)
             need = sums + 8 * work
             if free is not None and need > free:
                 raise CapacityError(

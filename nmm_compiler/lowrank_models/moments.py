@@ -12,8 +12,8 @@ multiple of the identity adds the same multiple of M M^T:
 
     M ((1 - s) A + t I) M^T = (1 - s) M A M^T + t M M^T,   t = (s + damping) trace(A) / size.
 
-trace(A) is summed exactly. The shrinkage s is estimated from the vectors that are summed: v, or
-M v where they are carried.
+trace(A) is summed exactly. The estimate of the shrinkage s needs |A|_F^2, which is estimated from a
+few products of A with random vectors.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ import torch
 _WIDE_ELEMENTS = 1 << 20
 # Added to the diagonal of second moments, as a share of its mean.
 _DAMPING = 1e-6
+# Random vectors of the estimate of |A|_F^2: the first half spans A's largest directions.
+_PROBES = 32
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
@@ -40,8 +42,8 @@ class SecondMoment:
     """Running sum of v v^T over vectors v of one size, in float64.
 
     short: s, where `total` is the sum of (M v)(M v)^T, [s, s], of a matrix M [s, size] instead.
-    fourth: sum of |v|^4, or |M v|^4, which the shrinkage estimate needs. squares: sums of v_j^2,
-        [size]. tokens: how many v were added.
+    fourth: sum of |v|^4, which the shrinkage estimate needs. squares: sums of v_j^2, [size].
+        tokens: how many v were added.
     """
 
     size: int
@@ -51,11 +53,17 @@ class SecondMoment:
     squares: torch.Tensor = field(init=False)
     fourth: float = 0.0
     tokens: int = 0
+    _probes: torch.Tensor = field(init=False)
+    _products: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         rows = self.short or self.size
         self.total = torch.zeros(rows, rows, dtype=torch.float64, device=self.device)
         self.squares = torch.zeros(self.size, dtype=torch.float64, device=self.device)
+        shape = (self.size, _PROBES if self.carried else 0)
+        signs = torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(0))
+        self._probes = signs.mul_(2).sub_(1).to(self.total)
+        self._products = torch.zeros_like(self._probes)
 
     @property
     def carried(self) -> bool:
@@ -66,10 +74,12 @@ class SecondMoment:
         """Add vectors, [tokens, size]. through: M, where the moment is carried."""
         for piece in rows.detach().split(max(64, _WIDE_ELEMENTS // self.size)):
             wide = piece.to(torch.float64)
-            self.squares += wide.square().sum(0)
+            squares = wide.square()
+            self.squares += squares.sum(0)
+            self.fourth += float(squares.sum(1).square().sum())
             if through is not None:
+                self._products.addmm_(wide.T, wide @ self._probes)
                 wide = product(wide, through.T)
-            self.fourth += float(wide.square().sum(1).square().sum())
             self.total.addmm_(wide.T, wide)
         self.tokens += rows.shape[0]
 
@@ -77,6 +87,30 @@ class SecondMoment:
     def mean(self) -> torch.Tensor:
         """`total` over the tokens: a new tensor."""
         return self.total / max(self.tokens, 1)
+
+    def bytes(self) -> int:
+        """Return the bytes that the sums take."""
+        sums = (self.total, self.squares, self._probes, self._products)
+        return sum(tensor.nbytes for tensor in sums)
+
+    def squared_norm(self) -> float:
+        """Return |sum of v v^T|_F^2; an unbiased estimate where only the short side is kept.
+
+        With S the sum, Z random signs and Y = S Z: the half of Y gives the Nystroem approximation N
+        of S, whose norm is known; the other half gives Hutchinson's estimate of what is left,
+        |S|^2 = |N|^2 + 2 <N, S - N> + |S - N|^2, which is small where N is close.
+        """
+        if not self.carried:
+            return float(torch.linalg.vector_norm(self.total)) ** 2
+        half = _PROBES // 2
+        y, z = self._products[:, :half], self._probes[:, :half]
+        core = torch.linalg.pinv(z.T @ y, rtol=1e-10, hermitian=True)
+        rest, probes = self._products[:, half:], self._probes[:, half:]
+        near = y @ (core @ (y.T @ probes))  # N Z
+        left = rest - near
+        inner = core @ (y.T @ y)
+        known = float((inner * inner.T).sum())
+        return known + float(2 * (near * left).sum() + left.square().sum()) / half
 
 
 def product(
@@ -134,12 +168,12 @@ def shrinkage_of(moment: SecondMoment) -> float:
     matrices": the estimated squared error of the moment over its squared distance to the target.
     One vector says nothing about the moment's error: 1.
     """
-    count = moment.tokens
+    count, size = moment.tokens, moment.size
     if count <= 1:
         return 1.0
-    squared = float(torch.linalg.vector_norm(moment.mean)) ** 2
+    squared = moment.squared_norm() / count**2
     error = max(0.0, (moment.fourth / count - squared) / (count - 1))
-    distance = squared - (float(moment.total.trace()) / count) ** 2 / len(moment.total)
+    distance = squared - (float(moment.squares.sum()) / count) ** 2 / size
     return min(1.0, error / distance) if distance > 0 else 1.0
 
 
