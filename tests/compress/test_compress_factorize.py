@@ -151,6 +151,24 @@ def test_only_the_short_sides_are_kept():
         for name in "012"
     }
     assert shapes == {"0": [8, 8], "1": [8, 8], "2": [96, 96]}
+    assert statistics.inputs["0"].bytes() == 8 * (8 * 8 + 96 * (1 + 2 * 32))
+
+
+@pytest.mark.parametrize("decay", [0.0, 1.0, 4.0])
+def test_the_norm_of_the_long_moment_is_estimated(decay):
+    """Steep: nearly all of it lies in the span of 16 probes. Flat: Hutchinson's error remains.
+
+    Its variance over p = 16 probes is at most 2 |A^2|_F^2 / p.
+    """
+    rows = vectors(4000, 256, 3, decay)
+    exact = collected(rows).squared_norm()
+    fourths = torch.linalg.eigvalsh(collected(rows).total).pow(4).sum()
+    estimate = collected(rows, torch.zeros(4, 256, dtype=torch.float64)).squared_norm()
+    hutchinson = 4 * float(2 * fourths / 16) ** 0.5 / exact
+    assert abs(estimate / exact - 1) <= (0.1 * hutchinson if decay == 4 else hutchinson)
+    one = torch.zeros(300, 256, dtype=torch.float64)
+    one[:, 7] = 1.0  # one massive activation: exact
+    assert collected(one, rows[:4]).squared_norm() == pytest.approx(300.0**2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
