@@ -10,6 +10,7 @@ comes from the run.
 from __future__ import annotations
 
 import concurrent.futures
+import copy
 import itertools
 import math
 import multiprocessing
@@ -180,13 +181,16 @@ def proofs_of(specs: list[Any], target: str) -> list[Any]:
 
 
 def _perplexity(model: Any, judged: Any) -> float:
-    """Return the perplexity of a model, a passage a time."""
+    """Return the perplexity of a model, a passage a time.
+
+    Its weights are those given, its arithmetic is float32: many CPUs have none of bfloat16.
+    """
     import torch
 
-    losses = []
+    losses, wide = [], copy.deepcopy(model).float()
     with torch.no_grad():
         for ids in judged:
-            logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
+            logits = wide(input_ids=ids[None], use_cache=False).logits[0, :-1]
             losses.append(float(torch.nn.functional.cross_entropy(logits, ids[1:])))
     return math.exp(sum(losses) / len(losses))
 
