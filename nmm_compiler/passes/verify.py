@@ -13,7 +13,7 @@ import copy
 import functools
 import inspect
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ _TRIALS = 2
 _MARGIN = 8.0
 _FP32_UNIT = 2.0**-24
 _OF_MODULES = ("call_module", "get_attr")
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def is_real(value: Any) -> bool:
@@ -53,7 +54,10 @@ def check(
     VerificationError for a difference, ModelError for inputs without data.
     """
     bound = inspect.signature(before.forward).bind(*args, **kwargs)
-    inputs = [_concrete(value) for value in before.graph.process_inputs(*bound.args)]
+    inputs = [
+        value.node.hint if isinstance(value, _SYMBOLIC) else value  # the number in this call
+        for value in before.graph.process_inputs(*bound.args)
+    ]
     for value in inputs:
         if not is_real(value):
             raise no_real_inputs(value)
@@ -75,17 +79,12 @@ def check(
         want = first.kept[name]
         return _compare(want, second.kept.get(name), [run.kept.get(name) for run in noisy])
 
-    worst = 0.0
+    both, worst = first.kept.keys() & second.kept.keys(), 0.0
     for name in first.left:
         ratio, why = compared(name)
         if why is not None:
-            behind = _behind(before.graph, matches, name)
-            both = first.kept.keys() & second.kept.keys()
-            wrong = (
-                match for match in behind if not match.graph
-                if any(compared(old)[1] for old, _ in match.emitted if old in both)
-            )  # fmt: skip
-            raise VerificationError(f"{name} {why}. {_blame(next(wrong, None), behind)}")
+            blame = _blame(before.graph, matches, name, lambda n: n in both and compared(n)[1])
+            raise VerificationError(f"{name} {why}. {blame}")
         worst = max(worst, ratio)
     return worst
 
@@ -135,7 +134,8 @@ class _Run(fx.Interpreter):
             noisy = functools.partial(self._noisy, *self.places[node.name])
             value = pytree.tree_map_only(torch.Tensor, noisy, value)
         if node.name in self.wanted:
-            self.kept[self.wanted[node.name]] = _copies(value)
+            copies = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), value)
+            self.kept[self.wanted[node.name]] = copies
         return value
 
     def _noisy(self, steps: int, length: int, value: torch.Tensor) -> torch.Tensor:
@@ -149,17 +149,6 @@ class _Run(fx.Interpreter):
         noise = (drawn * size).to(value.device, value.dtype)
         overlaps = any(n > 1 and s == 0 for n, s in zip(value.shape, value.stride(), strict=True))
         return value + noise if overlaps else value.add_(noise)
-
-
-def _copies(value: Any) -> Any:
-    return pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), value)
-
-
-def _concrete(value: Any) -> Any:
-    """Return the number that a symbolic input has in this call."""
-    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return value.node.hint
-    return value
 
 
 def _places(matches: Sequence[Match], graph: fx.Graph) -> dict[str, tuple[int, int]]:
@@ -230,19 +219,18 @@ def _compare(want: Any, got: Any, moved: Sequence[Any]) -> tuple[float, str | No
     return error / bound if 0.0 < bound < torch.inf else 0.0, None
 
 
-def _behind(graph: fx.Graph, matches: Sequence[Match], name: str) -> Sequence[Match]:
-    """Return the matches that what a run leaves under a name depends on; all of them where it is
-    not known."""
+def _blame(
+    graph: fx.Graph, matches: Sequence[Match], name: str, is_wrong: Callable[[str], Any]
+) -> str:
+    """Name the first match with a wrong result, or the matches that what a run leaves under a name
+    depends on; all of them where it is not known."""
     output = pytree.tree_leaves(graph.output_node().args)
     kind, _, index = name.partition(" ")
     ends = output[int(index) :][:1] if kind == "output" else list(graph.nodes)
-    behind = {node.name for node in upstream(n for n in ends if isinstance(n, fx.Node))}
-    return [m for m in matches if m.graph or behind & {n for n, _ in m.emitted}] or matches
-
-
-def _blame(wrong: Match | None, behind: Sequence[Match]) -> str:
-    """Name the match with the first wrong result, or those that a wrong value depends on."""
-    if wrong is not None:
-        return f"The first match with a wrong result is {wrong!r}"
+    above = {node.name for node in upstream(n for n in ends if isinstance(n, fx.Node))}
+    behind = [m for m in matches if m.graph or above & {n for n, _ in m.emitted}] or matches
+    for match in behind:
+        if not match.graph and any(is_wrong(old) for old, _ in match.emitted):
+            return f"The first match with a wrong result is {match!r}"
     shown = "; ".join(map(repr, behind[:3])) + ("; ..." if len(behind) > 3 else "")
     return f"It depends on {shown}" if behind else "No match explains it: a fault in nmm_compiler"
