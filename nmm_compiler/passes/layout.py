@@ -18,7 +18,7 @@ from nmm_compiler.passes.chains.chain import is_whole_feature
 from nmm_compiler.passes.chains.safety import readings, real_users
 from nmm_compiler.passes.emit.calls import Call, source_over_raw
 from nmm_compiler.passes.graph import views
-from nmm_compiler.passes.graph.canonical import Canonical
+from nmm_compiler.passes.graph.canonical import Canonical, owner_of
 from nmm_compiler.passes.graph.read_graph import TURNED
 from nmm_compiler.passes.graph.torch_names import target_name
 from nmm_compiler.passes.graph.views import Dims
@@ -29,7 +29,11 @@ LAYOUT = "layout"
 
 
 def assign_layouts(c: Canonical, matches: list[Match]) -> None:
-    """Choose x_layout and out_layout of every call."""
+    """Choose x_layout and out_layout of every call.
+
+    Raises ValueError where they do not agree: a call that reads [features, tokens] gets such a
+    result.
+    """
     calls = [m.data for m in matches if isinstance(m.data, Call)]
     readers: dict[fx.Node, list[Call]] = {}
     for call in calls:
@@ -47,6 +51,13 @@ def assign_layouts(c: Canonical, matches: list[Match]) -> None:
         for made in call.results() if call.is_whole else ():
             with c.faults.guard("laying out", made.final, LAYOUT):
                 _decide(c, made, readers.get(made.final, []))
+    turned = {one.final for call in calls for one in call.results() if one.out_layout == "col"}
+    for call in calls:
+        given = call.source.is_col() or owner_of(c.base(call.source.key)[0]) in turned
+        if call.x_layout == "col" and not given:
+            raise ValueError(f"{call.final.name} reads x as the transpose that nothing makes")
+        if call.out_layout == "col" and not call.is_whole:
+            raise ValueError(f"{call.final.name} is turned, and changed outside of its kernel")
 
 
 def _decide(c: Canonical, made: Call, readers: list[Call]) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from nmm_compiler.passes.chains.safety import Refusal, moving, tokens_to_judge
 from nmm_compiler.passes.emit.calls import Call
 from nmm_compiler.passes.emit.editor import Editor, NotEmittedError
 from nmm_compiler.passes.faults import Fault, Faults
-from nmm_compiler.passes.graph.canonical import Canonical, owner_of
+from nmm_compiler.passes.graph.canonical import Canonical
 from nmm_compiler.passes.graph.capture import (
     all_graphs,
     arguments,
@@ -176,7 +176,6 @@ class Attempt:
         self.result.matches += self.matches
         if self.built_in:
             assign_layouts(self.c, self.matches)
-            layouts_agree(self)
             self.result.transposes_before += count_transposes(self.c)
             self.result.opportunities += opportunities(self.c, self.taken)
 
@@ -281,24 +280,6 @@ def matches_are_apart(attempt: Attempt) -> None:
                 raise ValueError(both)
 
 
-def _calls(attempt: Attempt) -> Iterator[Call]:
-    for match in attempt.matches:
-        if isinstance(match.data, Call):
-            yield match.data
-
-
-def layouts_agree(attempt: Attempt) -> None:
-    """A call that reads [features, tokens] gets such a result."""
-    made = {one.final: one for call in _calls(attempt) for one in call.results()}
-    for call in _calls(attempt):
-        if not call.is_whole and call.out_layout != "row":
-            raise ValueError(f"{call.final.name} is turned, and changed outside of its kernel")
-        source = made.get(owner_of(attempt.c.base(call.source.key)[0]))
-        given = call.source.is_col() or (source is not None and source.out_layout == "col")
-        if call.x_layout == "col" and not given:
-            raise ValueError(f"{call.final.name} reads x as the transpose that nothing makes")
-
-
 def _new_folder(path: str) -> Path | None:
     """Return a new folder, `graph000` and so on, of the graph at a path in that of the option; None
     without the option."""
@@ -316,7 +297,8 @@ def _dump(folder: Path, step: str, attempt: Attempt) -> None:
     found = [str(match) for match in attempt.matches]
     if step == "read":
         found += [f"{key.name}: {form}" for key, form in attempt.c.forms.items()]
-    results = (one for call in _calls(attempt) for one in call.results())
+    calls = [match.data for match in attempt.matches if isinstance(match.data, Call)]
+    results = (one for call in calls for one in call.results())
     found += [f"{one.final.name}: {one.out_layout}" for one in results]
     found += [f"declined: {one}" for one in attempt.result.declined]
     lines = [f"# {line}" for line in "\n".join([f"after {step}", *found]).splitlines()]
