@@ -12,30 +12,23 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import fx
 
 from nmm_compiler.errors import TO_MEND, InternalFaultError, ModelError, broken_rule, internal_fault
 
 
-class Fault(NamedTuple):
-    """An exception of this package: for which rule, at which node of which graph, in words."""
-
-    rule: str
-    at: fx.Node
-    graph: str
-    text: str
-
-
 class Faults:
-    """The faults of one rewrite, by stage, rule, node and graph, and the places that its next
-    attempt leaves alone."""
+    """The faults of one rewrite, and the places that its next attempt leaves alone.
+
+    found: the rule and the node of each fault, by the graph and what happened in words.
+    """
 
     def __init__(self, strict: bool = True, built_in: Sequence[Any] = ()) -> None:
         self.strict, self.built_in = strict, tuple(built_in)
         self.graph = ""
-        self.found: dict[tuple[str, ...], Fault] = {}
+        self.found: dict[tuple[str, str], tuple[str, fx.Node]] = {}
         self._left: set[tuple[str, str, str]] = set()
 
     def is_built_in(self, rule: Any) -> bool:
@@ -70,7 +63,7 @@ class Faults:
         text = f"{type(error).__name__} while {stage} {node.name!r}{of}: {error}"
         if self.strict:
             raise internal_fault(text) from error
-        self.found.setdefault((self.graph, text), Fault(name, node, self.graph, text))
+        self.found.setdefault((self.graph, text), (name, node))
 
     @contextlib.contextmanager
     def only_reading(self, rule: Any, graph: fx.Graph) -> Iterator[None]:
@@ -94,10 +87,10 @@ class Faults:
 
     def warn(self, command: str) -> None:
         """Warn of all faults at once, with the command that reproduces the first."""
-        first, *others = self.found.values()
+        (_, first), *others = self.found
         more = f" (and {len(others)} more)" if others else ""
         warnings.warn(
-            f"nmm: a fault in nmm_compiler, {first.text}{more}. What it met stays as it was; "
+            f"nmm: a fault in nmm_compiler, {first}{more}. What it met stays as it was; "
             "everything else is rewritten, and results are right. To reproduce it run: "
             f"{command} ; please report it with what that prints",
             stacklevel=4,

@@ -33,7 +33,7 @@ from nmm_compiler.options import Options, setting
 from nmm_compiler.passes.chains.safety import Refusal, moving, tokens_to_judge
 from nmm_compiler.passes.emit.calls import Call
 from nmm_compiler.passes.emit.editor import Editor, NotEmittedError
-from nmm_compiler.passes.faults import Fault, Faults
+from nmm_compiler.passes.faults import Faults
 from nmm_compiler.passes.graph.canonical import Canonical
 from nmm_compiler.passes.graph.capture import (
     all_graphs,
@@ -374,7 +374,10 @@ def run(
     result = RewriteResult(graph_module, [], [], original=graph_module, target=options.target)
     work = _Run(options, order, result)
     result.graph_module = work.graph(graph_module, example_inputs)
-    result.declined += [*work.refused, *map(_internal, work.faults.found.values())]
+    result.declined += work.refused
+    for (graph, text), (rule, node) in work.faults.found.items():
+        why = Refusal("internal", f"a fault in nmm_compiler, {text}", node)
+        result.declined.append(Declined.of(rule or "reading", why, node, graph))
     if work.faults.found:
         work.faults.warn(fault_command(graph_module, example_inputs, options.target))
     if options.verify:
@@ -524,12 +527,6 @@ def copy_graph(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx
     copied._graph = graph
     graph.owning_module = copied
     return copied, new
-
-
-def _internal(fault: Fault) -> Declined:
-    """Return a fault of this package as a refusal, which reports show."""
-    why = Refusal("internal", f"a fault in nmm_compiler, {fault.text}", fault.at)
-    return Declined.of(fault.rule or "reading", why, fault.at, fault.graph)
 
 
 # With more faults than this a graph in which a place had to be dropped is not rewritten.
