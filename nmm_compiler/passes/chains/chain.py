@@ -441,14 +441,13 @@ def read_chain(c: Canonical, key: Key, form: Product, also: str = "") -> Chain |
         made = any(c.is_weight(key) or owner_of(key) in c.derived for key in operands(inner))
         if not (also or made):  # as in attention
             mixed = Refusal("shape", "a product of two activations between the products", walk.key)
-            told = _worth_telling(c, walk, second, mixed)
-            refusal = told or _first_is_given(c, inner, second) or refusal
+            refusal = _worth_telling(c, walk, second, mixed) or refusal
             continue
         found = join_stages(c, second, walk, inner, computed=bool(also))
         if isinstance(found, Chain):
             return found if _may_be_factor(c, found.u.key, also) else refusal
         refusal = found
-    return refusal
+    return refusal if refusal is not None or also else _given(c, key, form)
 
 
 def _may_be_factor(c: Canonical, key: Key, also: str) -> bool:
@@ -469,19 +468,19 @@ def _not_constant(c: Canonical, inner: Product | Refusal, weight: Key, data: Key
         made = owner in c.derived or any(not isinstance(v, float) and c.is_weight(v) for v in parts)
         if made and key is weight and isinstance(inner, Product):
             return Refusal("weight", "the weight is computed in the graph", key)
-    if isinstance(inner, Product) and owner_of(data) not in c.derived:
-        leaf = c.base(weight)[0]
-        # an input that meets itself is no factor, as in a score pattern
-        if leaf in c.input_matrices and leaf not in upstream([owner_of(data)]):
-            return _given(weight)
     return None  # a product of two activations, as in attention, is no chain
 
 
-def _given(factor: Key) -> Refusal:
-    return Refusal(
-        "weight",
-        "both operands are activations: the factor is an input of the graph",
-        factor,
+def _given(c: Canonical, key: Key, form: Product) -> Refusal | None:
+    """Name a factor that is an input of the graph, where a product ends a chain with such ones."""
+    chain = read_chain(c, key, form, "inputs") if c.input_matrices else None
+    if not isinstance(chain, Chain) or too_wide(c, chain):
+        return None
+    given = [one.key for one in chain.factors if not c.is_weight(one.key)]
+    behind = upstream([owner_of(chain.first.x)])  # an input may meet itself, as in a score pattern
+    why = "both operands are activations: the factor is an input of the graph"
+    return next(
+        (Refusal("weight", why, key) for key in given if c.base(key)[0] not in behind), None
     )
 
 
@@ -514,25 +513,11 @@ def _behind(c: Canonical, key: Key) -> list[Key]:
 def is_low(c: Canonical, form: Product, second: Stage) -> bool:
     """Return whether a product and a second one would make a low-rank chain."""
     weight = form.rhs if c.is_weight(form.rhs) else form.lhs
-    return c.is_weight(weight) and _saves(c.sizes(c.base(weight)[0]), second)
-
-
-def _saves(shape: tuple[Size, ...], second: Stage) -> bool:
-    """Return whether a first factor of some shape and a second one are less than one matrix."""
-    sizes = [s for s in shape if isinstance(s, int) and s != 1]
+    sizes = [s for s in c.sizes(c.base(weight)[0]) if isinstance(s, int) and s != 1]
     whole, n = views.product(sizes), second.weight.n
     widths = [(inner, whole // inner) for inner in sizes]
-    return any(max(second.weight.k, inner) * (k + n) < k * n for inner, k in widths)
-
-
-def _first_is_given(c: Canonical, inner: Product, second: Stage) -> Refusal | None:
-    """Name a first factor that is an input of the graph, beside a stored second one."""
-    for key in (inner.rhs, inner.lhs):
-        base = c.base(key)[0]
-        shape = c.sizes(base)
-        if base in c.input_matrices and second.weight.k in shape and _saves(shape, second):
-            return _given(key)
-    return None
+    saves = any(max(second.weight.k, inner) * (k + n) < k * n for inner, k in widths)
+    return saves and c.is_weight(weight)
 
 
 def join_stages(
