@@ -39,8 +39,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from nmm_compiler.errors import BrokenRuleError, unreadable_pattern
-from nmm_compiler.passes.chains.chain import path_nodes
-from nmm_compiler.passes.chains.safety import Refusal, part_of_one, unsafe
+from nmm_compiler.passes.chains.safety import Refusal, covered, part_of_one, unsafe
 from nmm_compiler.passes.emit.editor import Editor
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import (
@@ -250,7 +249,7 @@ def _terms(c: Canonical, key: Key, number: float) -> list[tuple[Key, float, froz
     base = c.base(key)[0]
     form = c.forms[base]
     if isinstance(form, Scale) and isinstance(form.factor, float) and c.is_whole(key):
-        terms.append((form.value, number * form.factor, path_nodes(c, key) | {owner_of(base)}))
+        terms.append((form.value, number * form.factor, covered(c, key, [base]) | {owner_of(base)}))
     return terms
 
 
@@ -415,7 +414,7 @@ class Unifier:
         if views.invert(dims, views.identity(views.shape_of(dims)), sizes) is None:
             return  # other than all of the graph's value
         if not isinstance(self.p.forms[base], Leaf):  # a parameter leaves its views to the graph
-            found = dataclasses.replace(found, nodes=found.nodes | path_nodes(self.c, theirs))
+            found = dataclasses.replace(found, nodes=found.nodes | covered(self.c, theirs, [other]))
         yield from self._value(base, other, dims, found)
 
     def _spelled(self, own: Key, theirs: Key, seen: Dims, found: Found) -> Iterator[Way]:

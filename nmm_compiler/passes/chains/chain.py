@@ -96,12 +96,6 @@ def gathered(node: Any) -> tuple[Any, ...] | None:
     return tuple(args[::2]) if chosen else None
 
 
-def path_nodes(c: Canonical, key: Key) -> frozenset[fx.Node]:
-    """Return the fx nodes of the rearrangements between a value and its base."""
-    keys = c.through(key)
-    return frozenset(owner_of(k) for k in keys).union(*(c.helpers.get(k, ()) for k in keys))
-
-
 def _features(labels: Sequence[Atom]) -> tuple[int, dict[int, Atom]]:
     """Return the size of the feature axis that labels make up in order, and the part of each."""
     inner, parts = 1, {}
