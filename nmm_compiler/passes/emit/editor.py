@@ -287,16 +287,17 @@ class Editor:
                 self.graph.erase_node(node)
 
 
-# A data-dependent size, where strides are sorted: longer than any other.
+# A symbolic size, where strides are sorted: longer than any other.
 _LONG = 1 << 30
 
 
 def _magnitude(stride: Any) -> int:
-    """Return a stride as a number to sort by, without a guard on a symbolic one."""
+    """Return a stride as a number to sort by, without a guard on a symbolic one.
+
+    Strides of one tensor are products of its sizes, so that any long sizes give their order.
+    """
     if not isinstance(stride, torch.SymInt):
         return int(stride)
-    if stride.node.has_hint():
-        return int(stride.node.hint)
     expression = stride.node.expr
     return int(expression.subs(dict.fromkeys(expression.free_symbols, _LONG)))
 
