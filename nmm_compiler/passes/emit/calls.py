@@ -532,7 +532,8 @@ class Call:
     def result_value(self, editor: Editor, x: fx.Node) -> Any:
         """Return the metadata value of the result: that of the node whose place it takes, where the
         kernel makes such a tensor."""
-        lead = [editor.size_value(s, x) for s in views.shape_of(self.lead)]
+        shape = editor.c.values[x].shape
+        lead = shape[:-1] if self.x_layout == "row" else shape[1:]
         sizes = [*lead, self.n] if self.out_layout == "row" else [self.n, math.prod(lead)]
         c, old = editor.c, editor.c.values[self.final]
         own = self.final in c.forms and self.final not in c.effects.writers

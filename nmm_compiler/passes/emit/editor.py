@@ -160,17 +160,6 @@ class Editor:
 
     # -- sizes ----------------------------------------------------------------------------
 
-    def size_value(self, size: Size, near: fx.Node) -> Any:
-        """Return an int, or a SymInt for a symbolic size, from the environment of `near`."""
-        if isinstance(size, int):
-            return size
-        for own in self.c.values[near].shape:
-            if isinstance(own, torch.SymInt):
-                if own.node.expr == size:
-                    return own
-                environment = own.node.shape_env
-        return environment.create_symintnode(size, hint=None)
-
     def _size_arguments(self, shape: Sequence[Size], near: fx.Node) -> list[Any]:
         """Return ints, one -1 at most, and nodes for further symbolic sizes."""
         symbolic = [size for size in shape if not isinstance(size, int)]
@@ -211,9 +200,7 @@ class Editor:
         """Reshape, unless the shape is there already."""
         if tuple(shape) == self.shape(node):
             return node
-        value = self.value(node).reshape([self.size_value(s, node) for s in shape])
-        sizes = self._size_arguments(shape, node)
-        return self.call(aten.reshape.default, node, sizes, meta_value=value)
+        return self.call(aten.reshape.default, node, self._size_arguments(shape, node))
 
     def permute(self, node: fx.Node, order: Sequence[int]) -> fx.Node:
         """Permute, unless the order stays the same."""
