@@ -317,27 +317,16 @@ def feature_axis(size: int) -> Dim:
 
 def source_over_raw(c: Canonical, made: Call, source: Source) -> Source | None:
     """Return a reader's x as the [features, tokens] result of a call, None when it does not fit."""
-    base, view = c.base(source.key)
-    if base is not made.final or made.n != source.k:
+    final = under(c, source)
+    if final is None or final.key is not made.final or made.n != source.k:
         return None
-    flat = tuple(a for d in made.lead for a in d)
-    count = views.product([a.size for a in flat])
-    sizes: dict[int, Size] = {}
-    for atom in flat:
-        sizes[atom.axis] = views.times(sizes.get(atom.axis, 1), atom.size)
-    column = () if count == 1 else (Atom(1, count, 1),)
-    axes = views.invert((flat,), (column,), sizes)
-    places = dict(zip(sizes, axes or (), strict=False))
-    over = None if axes is None else views.compose(made.out_dims, places)
-    if over is None:
+    sizes = {**made.chain.first.tokens, FEATURE: made.n}
+    axes = dict(zip(sizes, views.invert(made.out_dims, final.dims, sizes) or (), strict=False))
+    if not axes or not is_whole_feature(axes[FEATURE], made.n):
         return None
-    raw = tuple(tuple(a._replace(axis=max(a.axis, 0)) for a in dim) for dim in over)
-    seen = views.compose(view, raw)
-    inverse = None if seen is None else views.invert(seen, source.dims, {0: made.n, 1: count})
-    if inverse is None:
-        return None
-    turned = Source(owner_of(source.key), inverse, made.n)
-    return turned if turned.is_col() else None
+    raw = views.compose(made.dims(made.n, "col"), axes)
+    turned = None if raw is None else Source(owner_of(source.key), raw, made.n)
+    return turned if turned is not None and turned.is_col() else None
 
 
 class Lowering(Editor):
@@ -519,7 +508,7 @@ class Call:
             node = self.x_node(editor)
         if self.x_layout == "row" and self.source.is_row():
             return node
-        return editor.arrange(node, self.source.dims, self._dims(self.source.k, self.x_layout))
+        return editor.arrange(node, self.source.dims, self.dims(self.source.k, self.x_layout))
 
     @property
     def lead(self) -> Dims:
@@ -542,7 +531,7 @@ class Call:
             return old
         return c.values[x].new_empty(sizes, dtype=editor.dtype)
 
-    def _dims(self, features: int, layout: str) -> Dims:
+    def dims(self, features: int, layout: str) -> Dims:
         """Return the dimensions of an operand or a result in a layout."""
         if layout == "row":
             return (*self.lead, feature_axis(features))
@@ -581,8 +570,8 @@ class Call:
         given["activations"] = activations if {*activations} != {"identity"} else None
         given |= {name: editor.operand(key) for name, key in self.ends.items()}
         if "residual" in given:
-            row = self._dims(self.n, "row")
-            given["residual"] = editor.arrange(given["residual"], self.out_dims, row)
+            dims = self.dims(self.n, "row")
+            given["residual"] = editor.arrange(given["residual"], self.out_dims, dims)
         return given
 
     def _scales(self, editor: Editor) -> list[fx.Node]:
@@ -641,7 +630,7 @@ class Call:
         editor.raw[self.final] = y
         if self.unread:
             return y
-        y = editor.arrange(y, self._dims(self.n, self.out_layout), self.out_dims)
+        y = editor.arrange(y, self.dims(self.n, self.out_layout), self.out_dims)
         y = editor.like(y, self.final)
         if self.chain.addend is None:
             return y

@@ -173,7 +173,7 @@ def invert(inner: Dims, dims: Dims, sizes: Mapping[int, Size]) -> Dims | None:
     pieces: dict[tuple[int, Size], tuple[Size, Dim]] = {}
     for over_base, over_tokens in zip(inner, dims, strict=True):
         split = reshape((over_tokens,), [a.size for a in over_base])
-        if split is None or any(a.axis < 0 for a in over_base):
+        if split is None or any(a.axis == BROADCAST for a in over_base):
             return None
         for atom, part in zip(over_base, split, strict=True):
             pieces[atom.axis, times(atom.inner, atom.size)] = atom.inner, part
