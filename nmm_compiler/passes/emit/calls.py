@@ -613,16 +613,12 @@ class Call:
         for one in results:
             one.x_layout = self.x_layout
         values = [one.result_value(editor, x) for one in results]
-        if not self.members:
-            return self.finish(editor, self._op_call(editor, given, *values))
-        y = self._op_call(editor, given, values)
-        pairs = enumerate(values)
-        parts = [editor.call(operator.getitem, y, i, meta_value=value) for i, value in pairs]
-        made = [one.finish(editor, part) for one, part in zip(results, parts, strict=True)]
-        for one, new in zip(results[1:], made[1:], strict=True):
+        parts = zip(results, self._op_call(editor, given, values), strict=True)
+        first, *others = [one.finish(editor, part) for one, part in parts]
+        for one, new in zip(results[1:], others, strict=True):
             if not one.unread:
                 editor.replace(one.final, new)
-        return made[0]
+        return first
 
     def finish(self, editor: Editor, y: fx.Node) -> fx.Node:
         """Bring a result to the dimensions and strides of the node it replaces, and add what stays
@@ -678,20 +674,24 @@ class Call:
         given = {"x": self.x_node(lowering), **self.named(lowering)}
         return lowering.kernel(self.op_name, given)
 
-    def _op_call(self, editor: Editor, given: Mapping[str, Any], value: Any) -> fx.Node:
-        """Emit the op; given: its arguments by name.
+    def _op_call(
+        self, editor: Editor, given: Mapping[str, Any], values: Sequence[Any]
+    ) -> list[fx.Node]:
+        """Emit the op; return its results. given: its arguments by name.
 
         Refuses a call whose results are cut over devices in another way than those it replaces.
         """
-        cut, results = is_distributed(editor.c.tensor(self.final)), self.results()
+        cut = is_distributed(editor.c.tensor(self.final))
+        value = values if self.members else values[0]
         node = editor.kernel(self.op_name, given, None if cut else value)
-        made = editor.value(node) if self.members else [editor.value(node)]
-        for one, new in zip(results, made, strict=True) if cut else ():
-            want = editor.value(one.final).placements
-            if new.placements != want:
-                why = f"one call returns {new.placements}, the products {want}"
+        each = range(len(self.members))
+        parts = [editor.call(operator.getitem, node, i) for i in each] or [node]
+        for one, part in zip(self.results(), parts, strict=True) if cut else ():
+            want, made = (editor.value(n).placements for n in (one.final, part))
+            if made != want:
+                why = f"one call returns {made}, the products {want}"
                 raise NotEmittedError(Refusal("device", why, one.final))
-        return node
+        return parts
 
 
 def _has_a_bias_at_most(chain: Chain) -> bool:
