@@ -1,4 +1,4 @@
-"""torch-mlir: its package, its pipelines from the torch dialect, and the check of what they made.
+"""torch-mlir: its package, its importer, its pipelines, and the check of what they made.
 
 The package is loaded when first needed: `pip install 'nmm-compiler[mlir]'` brings it. Its wheel has
 the StableHLO dialect and passes compiled in but does not load them by itself; `context()` does. The
@@ -13,8 +13,12 @@ from __future__ import annotations
 import functools
 import re
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
 
 from nmm_compiler.errors import MissingPackageError, ModelError
 
@@ -44,16 +48,17 @@ ALLOWED = {
 
 @functools.cache
 def load() -> types.SimpleNamespace:
-    """Return torch-mlir's modules: ir, passmanager, FxImporter, ContextCache, decompositions.
+    """Return torch-mlir's modules: ir, passmanager, fx_importer, decompositions and dialects.
 
     Raises MissingPackageError when torch-mlir is not installed.
     """
     try:
         from torch_mlir import ir, passmanager
         from torch_mlir._mlir_libs import _stablehlo
-        from torch_mlir.dialects import func, torch
+        from torch_mlir.dialects import func
+        from torch_mlir.dialects import torch as torch_dialect
+        from torch_mlir.extras import fx_importer
         from torch_mlir.extras.fx_decomp_util import get_decomposition_table
-        from torch_mlir.extras.fx_importer import ContextCache, FxImporter
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "torch_mlir":
             raise
@@ -63,10 +68,9 @@ def load() -> types.SimpleNamespace:
         ir=ir,
         passmanager=passmanager,
         func=func,
-        torch=torch,
+        torch=torch_dialect,
         stablehlo=_stablehlo,
-        FxImporter=FxImporter,
-        ContextCache=ContextCache,
+        fx_importer=fx_importer,
         decompositions=get_decomposition_table,
     )
 
@@ -79,6 +83,69 @@ def context() -> Any:
     bindings.torch.register_dialect(made)
     bindings.stablehlo.register_dialect(made)
     return made
+
+
+def importer(calls: Mapping[fx.Node, tuple[str, Sequence[fx.Node]]]) -> Any:
+    """Return torch-mlir's importer into a new module, for which some nodes are calls.
+
+    calls: node -> the name of a private function, declared unless it was imported before, and the
+    nodes of its operands. Each operation has its node's name in front of the source line.
+    """
+    bindings, made = load(), context()
+    ir, func, base = bindings.ir, bindings.func, bindings.fx_importer
+
+    class Locations(base.ContextCache):  # type: ignore[name-defined]
+        def get_node_location(self, node: fx.Node) -> Any:
+            line = super().get_node_location(node)
+            return ir.Location.name(node.name, childLoc=line, context=made)
+
+    class Nodes(base.GraphNodeImporter):  # type: ignore[name-defined]
+        def _import_torch_op_overload(self, loc: Any, node: Any, target: Any = None) -> None:
+            if node in calls:
+                self._import_call(loc, node)
+            elif node.target == torch.ops.aten.arange.start_step and not node.all_input_nodes:
+                # torch-mlir counts its elements in float64
+                self.import_constant(loc, node, torch.arange(*node.args, **node.kwargs))
+            else:
+                super()._import_torch_op_overload(loc, node, target)
+
+        def _import_call(self, loc: Any, node: fx.Node) -> None:
+            name, tensors = calls[node]
+            results = node.meta["val"]
+            if isinstance(results, (list, tuple)):
+                self._multi_result_nodes.add(node)
+            operands = [self._import_argument(loc, one) for one in tensors]
+            types = [self._cc.value_info_to_type(one) for one in pytree.tree_leaves(results)]
+            table, place = self.fx_importer.symbol_table, self.fx_importer.module.body
+            with loc:
+                if name not in table:
+                    kind = ir.FunctionType.get([one.type for one in operands], types)
+                    ip = ir.InsertionPoint(place)
+                    table.insert(func.FuncOp(name, kind, visibility="private", ip=ip))
+                call = func.CallOp(types, ir.FlatSymbolRefAttr.get(name), operands)
+            for number, one in enumerate(call.results):
+                self.bind_node_value(node, one, number)
+
+    found = base.FxImporter(context=made, graph_node_importer_cls=Nodes)
+    found._cc = Locations(made)
+    return found
+
+
+def take(importer: Any, program: Any, name: str, visibility: str | None = None) -> None:
+    """Import an ExportedProgram as a function of this name."""
+    try:
+        made = importer.import_program(program, func_name=name, func_visibility=visibility)
+    except Exception as error:  # the importer raises many types; the error has the reason
+        raise ModelError(f"torch-mlir cannot import {name}: {error}") from error
+    made.attributes["no_inline"] = load().ir.UnitAttr.get(made.context)
+
+
+def describe(module: Any, name: str, attributes: Mapping[str, str]) -> None:
+    """Put attributes, which are MLIR's text, on a function."""
+    ir = load().ir
+    function = ir.SymbolTable(module.operation)[name].operation
+    for attribute, value in attributes.items():
+        function.attributes[attribute] = ir.Attribute.parse(value, module.context)
 
 
 def walk(operation: Any) -> list[Any]:
@@ -168,25 +235,18 @@ def _constant(operation: Any) -> Any:
 
 
 def replace(
-    operation: Any,
-    name: str,
-    attributes: dict[str, Any],
-    operands: Sequence[Any] = (),
-    unpack: Any = None,
+    operation: Any, name: str, attributes: dict[str, Any], operands: Sequence[Any] = ()
 ) -> None:
-    """Put a new operation in the place of one, or of it and of the one that unpacks its list."""
-    ir, last = load().ir, unpack or operation
-    old = list(last.results)
+    """Put a new operation of the same results in the place of one."""
+    ir, old = load().ir, list(operation.results)
     types = [result.type for result in old]
-    with ir.InsertionPoint(last), operation.location:
+    with ir.InsertionPoint(operation), operation.location:
         made = ir.Operation.create(
             name, results=types, operands=list(operands), attributes=attributes
         )
     for before, after in zip(old, made.results, strict=True):
         before.replace_all_uses_with(after)
-    last.erase()
-    if unpack is not None:
-        operation.erase()
+    operation.erase()
 
 
 def to_custom_calls(module: Any) -> None:

@@ -1,114 +1,90 @@
 """What an export holds: MLIR text, the kernels that it calls with their NKI sources, and files.
 
-A `KernelCall` is a `torch.ops.nmm.*` node as plain data: which op, which tensors it takes
-(flattened in schema order, absent ones left out), every other argument, and the shapes. Calls with
-the same `signature` are served by one `ExportedKernel`. Its specs come from the function that
-serves a compiled model (`ops.lower.lower`), so that an exported call and a compiled one mean the
-same kernels. A call is one launch.
+A `KernelCall` is a `torch.ops.nmm.*` node with its arguments by name. Calls with the same
+`signature` are served by one `ExportedKernel`. Its specs come from the function that serves a
+compiled model (`ops.lower.lower`), so that an exported call and a compiled one mean the same
+kernels. A call is one launch.
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from nmm_compiler import outputs
 from nmm_compiler.errors import ModelError, NmmError
 from nmm_compiler.ops import lower as lowering
+from nmm_compiler.ops.registration import DEFINITIONS
 from nmm_compiler.options import Options
 from nmm_compiler.records import Record
 
+_ANY_EXECUTOR = {"executor": "reference"}
+"""What serves a call is no part of it: an exported module has no executors."""
 
-@dataclass(frozen=True)
-class TensorType:
-    """Shape (None for a size known at run time only) and dtype of an operand or an argument."""
 
-    shape: tuple[int | None, ...]
-    dtype: str
+def open_shape(tensor: Tensor) -> tuple[int | None, ...]:
+    """Return the shape of a (fake) tensor; None for a size that is known at run time only."""
+    return tuple(int(size) if isinstance(size, int) else None for size in tensor.shape)
 
-    @classmethod
-    def of(cls, tensor: Tensor) -> TensorType:
-        """Return the type of a (fake) tensor."""
-        shape = tuple(int(s) if isinstance(s, int) else None for s in tensor.shape)
-        return cls(shape, str(tensor.dtype).removeprefix("torch."))
 
-    def __str__(self) -> str:
-        return f"{'x'.join('?' if s is None else str(s) for s in self.shape)}x{self.dtype}"
+def dtype_of(tensor: Tensor) -> str:
+    """Return the name of a tensor's dtype."""
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True, eq=False)
 class KernelCall:
     """One call of a fused kernel.
 
-    node: the FX node's name. op: the op's name in namespace nmm. args, kwargs: the op's arguments
-    in schema order with the FX node of each tensor, defaults filled in; executor is left out.
+    op: the op's name in namespace nmm. given: its arguments by name in schema order, with the FX
+    node of each tensor, defaults filled in.
     """
 
-    node: str
+    node: fx.Node
     op: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    @classmethod
-    def of(cls, node: fx.Node, op: str) -> KernelCall:
-        """Return the call of a node that calls this op and whose operands have meta["val"]."""
-        assert isinstance(node.target, torch._ops.OpOverload)
-        schema = node.target._schema.arguments
-        given = dict(zip([one.name for one in schema], node.args, strict=False)) | node.kwargs
-        found = {one.name: given.get(one.name, one.default_value) for one in schema}
-        del found["executor"]
-        args = tuple(found.pop(one.name) for one in schema if not one.kwarg_only)
-        return cls(node.name, op, args, found)
+    given: dict[str, Any]
 
     @property
-    def operands(self) -> tuple[TensorType, ...]:
-        """The types of the tensors, in schema order."""
-        every = pytree.tree_leaves((self.args, self.kwargs))
-        return tuple(TensorType.of(x.meta["val"]) for x in every if isinstance(x, fx.Node))
+    def tensors(self) -> list[fx.Node]:
+        """The nodes of the tensors, in schema order."""
+        return [one for one in pytree.tree_leaves(self.given) if isinstance(one, fx.Node)]
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The arguments with a tensor without data for each node."""
+        return dict(fx.map_arg(self.given, lambda node: node.meta["val"]))
 
     @property
     def dynamic(self) -> bool:
         """Whether a size of an operand is known at run time only."""
-        return any(None in operand.shape for operand in self.operands)
+        return any(None in open_shape(node.meta["val"]) for node in self.tensors)
 
     def signature(self) -> str:
         """Return canonical JSON of everything that identifies the kernel, without the node."""
-        args, kwargs = self.rebuild("%{}".format)
-        operands = [str(operand) for operand in self.operands]
-        parts = {"op": self.op, "args": args, "kwargs": kwargs, "operands": operands}
+
+        def described(node: fx.Node) -> str:
+            value = node.meta["val"]
+            return f"{open_shape(value)} {dtype_of(value)}"
+
+        parts = {"op": self.op} | pytree.tree_map_only(fx.Node, described, self.given)
         return json.dumps(parts, sort_keys=True)
-
-    def rebuild(self, of: Callable[[int], Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Return the op's positional and keyword arguments with `of(index)` for each tensor."""
-        index = itertools.count()
-        given: Any = (list(self.args), self.kwargs)
-        return pytree.tree_map_only(fx.Node, lambda _: of(next(index)), given)
-
-    def tensors(self) -> list[Tensor]:
-        """Return tensors without data for the operands; a size known at run time only is 1."""
-        return [
-            torch.empty(
-                [1 if size is None else size for size in operand.shape],
-                dtype=getattr(torch, operand.dtype),
-                device="meta",
-            )
-            for operand in self.operands
-        ]
 
 
 def calls_of(graph: fx.Graph) -> list[KernelCall]:
     """Return the kernel calls of a graph in order."""
     named = ((node, lowering.op_name(node.target)) for node in graph.nodes)
-    return [KernelCall.of(node, name) for node, name in named if name is not None]
+    return [
+        KernelCall(node, op, DEFINITIONS[op].bound(node.args, {**node.kwargs, **_ANY_EXECUTOR}))
+        for node, op in named
+        if op is not None
+    ]
 
 
 @dataclass(frozen=True)
@@ -150,22 +126,22 @@ class ExportedKernel(Record):
         only, for each of options.buckets. Raises ModelError when no kernel family computes the
         calls, or there are no buckets.
         """
-        call, keywords = calls[0], calls[0].kwargs
+        call, values = calls[0], calls[0].values
         digest = hashlib.sha256(call.signature().encode()).hexdigest()[:8]
         counts = _token_counts(call, options, sources)
         specs, orders = zip(*(_launch(call, tokens) for tokens in counts), strict=True)
         return cls(
             name=f"nmm_{call.op}_{digest}",
             op=call.op,
-            x_layout=keywords["x_layout"],
-            out_layout=",".join(keywords.get("out_layouts") or [keywords["out_layout"]]),
-            target=keywords["target"],
-            calls=tuple(one.node for one in calls),
+            x_layout=values["x_layout"],
+            out_layout=",".join(values.get("out_layouts") or [values["out_layout"]]),
+            target=values["target"],
+            calls=tuple(one.node.name for one in calls),
             family=specs[0].family,
             spec=specs[0].to_dict() | ({"m": None} if call.dynamic else {}),
             operands=orders[0],
             sources=tuple(
-                _source(spec, tokens, keywords["target"], options)
+                _source(spec, tokens, values["target"], options)
                 for spec, tokens in zip(specs, counts, strict=True)
                 if sources
             ),
@@ -195,7 +171,8 @@ def _one_or_all(entries: list[Any]) -> Any:
 
 def _token_counts(call: KernelCall, options: Options, sources: bool) -> tuple[int, ...]:
     if not call.dynamic:
-        return (int(lowering.tokens(call.tensors()[0], call.kwargs)),)
+        values = call.values
+        return (int(lowering.tokens(next(iter(values.values())), values)),)
     if not sources:
         return (1,)
     if not options.buckets:
@@ -210,13 +187,12 @@ def _token_counts(call: KernelCall, options: Options, sources: bool) -> tuple[in
 def _launch(call: KernelCall, tokens: int) -> tuple[Any, tuple[int, ...]]:
     """Return the spec of a call's kernel and, for its operands in order, their numbers in the
     call."""
-    tensors = call.tensors()
-    args, keywords = call.rebuild(tensors.__getitem__)
+    values = call.values
     try:
-        launch = lowering.lower(call.op, args, keywords, tokens)
+        launch = lowering.lower(call.op, [*values.values()], values, tokens)
     except NmmError as error:
         raise ModelError(f"no kernel computes {call.node}: {error}") from error
-    numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
+    numbers = {id(node.meta["val"]): number for number, node in enumerate(call.tensors)}
     # The first operand of a launch is x seen as a matrix; the others are the call's own tensors.
     return launch.spec, (0, *(numbers[id(tensor)] for tensor in launch.operands[1:]))
 

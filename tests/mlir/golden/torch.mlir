@@ -1,10 +1,10 @@
 module {
   func.func @main(%arg0: !torch.vtensor<[2,16],f32> {nmm.weight = "low.0.weight"}, %arg1: !torch.vtensor<[8,2],f32> {nmm.weight = "low.1.weight"}, %arg2: !torch.vtensor<[4,16],f32> {nmm.input = "x"}) -> !torch.vtensor<[4,24],f32> {
     %int1 = torch.constant.int 1
-    %0 = call @nmm_lowrank_matmul_ac06b2eb(%arg2, %arg0, %arg1) : (!torch.vtensor<[4,16],f32>, !torch.vtensor<[2,16],f32>, !torch.vtensor<[8,2],f32>) -> !torch.vtensor<[4,8],f32>
+    %0 = call @nmm_lowrank_matmul_d90cfa94(%arg2, %arg0, %arg1) : (!torch.vtensor<[4,16],f32>, !torch.vtensor<[2,16],f32>, !torch.vtensor<[8,2],f32>) -> !torch.vtensor<[4,8],f32>
     %1 = torch.prim.ListConstruct %0, %arg2 : (!torch.vtensor<[4,8],f32>, !torch.vtensor<[4,16],f32>) -> !torch.list<vtensor>
     %2 = torch.aten.cat %1, %int1 : !torch.list<vtensor>, !torch.int -> !torch.vtensor<[4,24],f32>
     return %2 : !torch.vtensor<[4,24],f32>
   }
-  func.func private @nmm_lowrank_matmul_ac06b2eb(!torch.vtensor<[4,16],f32>, !torch.vtensor<[2,16],f32>, !torch.vtensor<[8,2],f32>) -> !torch.vtensor<[4,8],f32> attributes {nmm.family = "lowrank", nmm.op = "lowrank_matmul", nmm.operands = [0, 1, 2], nmm.out_layout = "row", nmm.spec = "{\22activation\22: \22identity\22, \22base\22: false, \22bias\22: false, \22dtype\22: \22float32\22, \22inner_activation\22: \22identity\22, \22inner_bias\22: false, \22inner_eps\22: 1e-06, \22inner_norm\22: false, \22k\22: 16, \22m\22: 4, \22n\22: 8, \22out_layout\22: \22row\22, \22r\22: 2, \22scale\22: 1.0, \22u_layout\22: \22col\22, \22v_layout\22: \22col\22, \22w_layout\22: \22row\22, \22x_layout\22: \22row\22}", nmm.target = "trn2", nmm.x_layout = "row"}
+  func.func private @nmm_lowrank_matmul_d90cfa94(!torch.vtensor<[4,16],f32>, !torch.vtensor<[2,16],f32>, !torch.vtensor<[8,2],f32>) -> !torch.vtensor<[4,8],f32> attributes {nmm.family = "lowrank", nmm.op = "lowrank_matmul", nmm.operands = [0, 1, 2], nmm.out_layout = "row", nmm.spec = "{\22activation\22: \22identity\22, \22base\22: false, \22bias\22: false, \22dtype\22: \22float32\22, \22inner_activation\22: \22identity\22, \22inner_bias\22: false, \22inner_eps\22: 1e-06, \22inner_norm\22: false, \22k\22: 16, \22m\22: 4, \22n\22: 8, \22out_layout\22: \22row\22, \22r\22: 2, \22scale\22: 1.0, \22u_layout\22: \22col\22, \22v_layout\22: \22col\22, \22w_layout\22: \22row\22, \22x_layout\22: \22row\22}", nmm.target = "trn2", nmm.x_layout = "row"}
 }
