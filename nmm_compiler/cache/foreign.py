@@ -67,6 +67,13 @@ _NODES = (
     ast.Subscript, ast.Starred, ast.Name, ast.List, ast.Tuple, ast.Slice, ast.alias,
     ast.expr_context, ast.boolop, ast.operator, ast.unaryop, ast.cmpop,
 )  # fmt: skip
+_AT_IMPORT = (
+    ast.Module, ast.Import, ast.ImportFrom, ast.alias, ast.FunctionDef, ast.arguments, ast.arg,
+    ast.Assign, ast.AnnAssign, ast.Expr, ast.Constant, ast.UnaryOp, ast.unaryop, ast.Name,
+    ast.Attribute, ast.Subscript, ast.Tuple, ast.List, ast.Dict, ast.expr_context,
+)  # fmt: skip
+"""What may stand outside of functions, whose code runs when the file is imported."""
+_DECORATORS = {"jit", "nki.jit"}
 
 
 def check_shape(name: str, text: str) -> None:
@@ -83,8 +90,12 @@ def check_shape(name: str, text: str) -> None:
     modules = _modules(nodes)
     # Scopes are not followed, so a builtin stays one although a function has a local of its name.
     bound = BUILTINS | (set(_bound_names(nodes)) - set(dir(builtins)))
-    at_import = [(statement, _fault_at_import(statement)) for statement in tree.body]
-    for node, reason in (*at_import, *((node, _fault(node, modules, bound)) for node in nodes)):
+    functions = (one for one in tree.body if isinstance(one, ast.FunctionDef))
+    later = {node for one in functions for line in one.body for node in ast.walk(line)}
+    for node in nodes:
+        reason = _fault(node, modules, bound)
+        if node not in later and not isinstance(node, _AT_IMPORT):
+            reason = f"{type(node).__name__} that runs at import"
         if reason:
             raise CacheTrustError(
                 f"{name}, line {getattr(node, 'lineno', 0)}: {reason}, which no kernel file of a "
@@ -94,34 +105,6 @@ def check_shape(name: str, text: str) -> None:
 
 # Checks a source once in a process, before it runs; raises as `check_shape`.
 check_before_run = functools.lru_cache(maxsize=4096)(check_shape)
-
-
-def _fault_at_import(statement: ast.stmt) -> str:
-    """Return what a statement at the top runs when the file is imported, or ""."""
-    if isinstance(statement, (ast.Import, ast.ImportFrom)):
-        return ""
-    if isinstance(statement, (ast.Assign, ast.AnnAssign, ast.Expr)):
-        notes: list[ast.expr | None] = (
-            [statement.annotation] if isinstance(statement, ast.AnnAssign) else []
-        )
-        literal = statement.value is None or _is_literal(statement.value)  # as a docstring is
-        return "" if literal and not _calls(notes) else "code at the top level that runs at import"
-    if not isinstance(statement, ast.FunctionDef):
-        return f"{type(statement).__name__} at the top level"
-    given = statement.args
-    every = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
-    notes = [*(argument.annotation for argument in every if argument), statement.returns]
-    decorators = {ast.unparse(decorator) for decorator in statement.decorator_list} - {
-        "jit",
-        "nki.jit",
-    }
-    if decorators:
-        return f"decorator {min(decorators)}"
-    if not all(_is_literal(value) for value in (*given.defaults, *given.kw_defaults) if value):
-        return "a default value that runs code"
-    if _calls(notes):
-        return "an annotation that runs code"
-    return ""
 
 
 def _fault(node: ast.AST, modules: dict[str, str], bound: frozenset[str]) -> str:
@@ -145,11 +128,14 @@ def _fault(node: ast.AST, modules: dict[str, str], bound: frozenset[str]) -> str
             return f"assignment to the attribute {node.attr}" if assigned else ""
         case ast.Name(ctx=ast.Load()):
             return "" if node.id in bound else f"name {node.id}"
+        case ast.FunctionDef() if set(map(ast.unparse, node.decorator_list)) - _DECORATORS:
+            return "a decorator that is not nki.jit"
         case ast.Name(id=name) | ast.arg(arg=name) | ast.FunctionDef(name=name):
             return f"the name {name} for something else than the module" if name in modules else ""
-        case ast.BinOp(op=ast.Pow() | ast.LShift() | ast.MatMult()):
-            return f"the operator {type(node.op).__name__}"
-        case ast.AugAssign(op=ast.Pow() | ast.LShift() | ast.MatMult()):
+        case (
+            ast.BinOp(op=ast.Pow() | ast.LShift() | ast.MatMult())
+            | ast.AugAssign(op=ast.Pow() | ast.LShift() | ast.MatMult())
+        ):
             return f"the operator {type(node.op).__name__}"
         case ast.BinOp() | ast.AugAssign():
             operands = [node.left, node.right] if isinstance(node, ast.BinOp) else [node.value]
@@ -208,15 +194,3 @@ def _is_known(node: ast.Attribute, modules: dict[str, str]) -> bool:
     if owner in ("nki", BETA_1 + "nki"):
         return node.attr in _TOP_NAMES
     return owner in MODULES or owner in _RECORDS or node.attr in ATTRIBUTES
-
-
-def _calls(notes: list[ast.expr | None]) -> bool:
-    return any(isinstance(node, ast.Call) for note in notes if note for node in ast.walk(note))
-
-
-def _is_literal(value: ast.expr) -> bool:
-    try:
-        ast.literal_eval(value)
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        return False
-    return True
