@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nmm_compiler.errors import OperandError, UnsupportedInstructionError
+from nmm_compiler.errors import NmmError, OperandError, SimulationError
+from nmm_compiler.errors import UnsupportedInstructionError as Unsupported
 from nmm_compiler.simulator.machine import current
 from nmm_compiler.simulator.tensors.registers import whole
 
@@ -31,12 +32,15 @@ _OPPOSITE = {
 _AND = ("bitwise_and", "logical_and")
 
 
-def full_key(key: Any, rank: int) -> list[Any]:
-    """Return a key as a list with an entry for each of `rank` axes, and those that are None."""
-    keys = list(key) if isinstance(key, tuple) else [key]
-    at = next((n for n, k in enumerate(keys) if k is Ellipsis), len(keys))
-    missing = rank - sum(k is not None and k is not Ellipsis for k in keys)
-    return keys[:at] + [slice(None)] * missing + keys[at + 1 :]
+def fail(kind: type[SimulationError], message: str) -> NmmError:
+    """Return an error of `kind` at the kernel's current line."""
+    return current().error(kind, f"NKI Beta 1: {message}")
+
+
+def need(holds: object, message: str, kind: type[SimulationError] = OperandError) -> None:
+    """Refuse what does not hold, at the kernel's current line."""
+    if not holds:
+        raise fail(kind, message)
 
 
 class Affine(NamedTuple):
@@ -82,7 +86,7 @@ def common_shape(*shapes: Shape) -> Shape:
         return np.broadcast_shapes(*shapes)
     except ValueError:
         shown = " and ".join(map(str, shapes))
-        raise current().error(OperandError, f"index shapes {shown} do not broadcast") from None
+        raise fail(OperandError, f"index shapes {shown} do not broadcast") from None
 
 
 class _Lazy(np.ndarray):
@@ -103,24 +107,29 @@ class _Lazy(np.ndarray):
             mask: Mask = np.broadcast_to(found, shape).view(Mask)
             mask.terms = ((name, *inputs),)
             return mask
-        if name not in _OPERATORS:
-            raise _unsupported(f"np.{name} of an index expression; use +, -, *, // and %")
+        need(
+            name in _OPERATORS,
+            f"np.{name} of an index expression; use +, -, *, // and %",
+            Unsupported,
+        )
         index: Index = np.broadcast_to(found, shape).view(Index)
         linear = name in ("add", "subtract", "negative") or (name == "multiply" and others)
         if not linear and not _is_affine(index):
             shown = f" {_OPERATORS[name]} ".join(map(repr, inputs))
-            raise _unsupported(f"{shown}, which is not affine; add an axis to the index")
+            raise fail(Unsupported, f"{shown}, which is not affine; add an axis to the index")
         return index
 
     def __bool__(self) -> bool:
-        raise _unsupported(
+        raise fail(
+            Unsupported,
             "control flow on an nl.arange or nl.mgrid expression is not supported "
-            "(err_control_flow_condition_depending_on_arange); pass it as mask="
+            "(err_control_flow_condition_depending_on_arange); pass it as mask=",
         )
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        raise _unsupported(
-            "assignment to an index expression; make a tile of it with nisa.iota(expr, dtype)"
+        raise fail(
+            Unsupported,
+            "assignment to an index expression; make a tile of it with nisa.iota(expr, dtype)",
         )
 
 
@@ -149,7 +158,9 @@ def _of_masks(name: str, inputs: tuple[Any, ...], found: Any) -> Mask:
         ((operator, left, right),) = mask.terms
         mask.terms = ((_OPPOSITE[operator], left, right),)
     elif name not in _AND:
-        raise _unsupported(f"np.{name} of masks; use `&`, or two instructions with a mask each")
+        raise fail(
+            Unsupported, f"np.{name} of masks; use `&`, or two instructions with a mask each"
+        )
     return mask
 
 
@@ -187,27 +198,35 @@ def box_of(mask: Any, shape: Shape) -> Part:
         return mask is None or bool(mask)
     if isinstance(mask, tuple):
         return mask
-    if not isinstance(mask, Mask):
-        raise _unsupported(
-            f"mask={type(mask).__name__}; a mask is a comparison of nl.arange expressions (and `&`)"
-        )
+    need(
+        isinstance(mask, Mask),
+        f"mask={type(mask).__name__}; a mask is a comparison of nl.arange expressions (and `&`)",
+        Unsupported,
+    )
     holds = _varying(mask)
-    if "not_equal" in (operator for operator, _, _ in mask.terms):
-        raise _unsupported("a mask with `!=`, which leaves no box; use `<` or `>`")
+    need(
+        "not_equal" not in (operator for operator, _, _ in mask.terms),
+        "a mask with `!=`, which leaves no box; use `<` or `>`",
+        Unsupported,
+    )
     places = np.argwhere(holds)
     if len(places) in (0, holds.size):
         return len(places) > 0
     # the axes of a mask are those of the tile; what is left out is a block of size 1, or free
     sizes = (*holds.shape, *(1,) * (len(shape) - holds.ndim))
-    if any(n not in (1, m) for n, m in itertools.zip_longest(sizes, shape, fillvalue=1)):
-        raise _unsupported(f"a mask of shape {mask.shape} for a tile of shape {shape}")
+    need(
+        all(n in (1, m) for n, m in itertools.zip_longest(sizes, shape, fillvalue=1)),
+        f"a mask of shape {mask.shape} for a tile of shape {shape}",
+        Unsupported,
+    )
     starts, stops = places.min(axis=0).tolist(), (places.max(axis=0) + 1).tolist()
     spans = list(zip(starts, stops, strict=True))
-    if math.prod(stop - start for start, stop in spans) != len(places):
-        raise _unsupported(
-            f"a mask over {sum(size > 1 for size in sizes)} axes at once, which is no box; "
-            "compare one index at a time, or use nisa.affine_select"
-        )
+    need(
+        math.prod(stop - start for start, stop in spans) == len(places),
+        f"a mask over {sum(size > 1 for size in sizes)} axes at once, which is no box; "
+        "compare one index at a time, or use nisa.affine_select",
+        Unsupported,
+    )
     return tuple(
         (0, m) if n == 1 else spans[d] for d, (n, m) in enumerate(zip(sizes, shape, strict=False))
     )
@@ -221,19 +240,13 @@ def common_part(a: Part, b: Part) -> Part:
     return both if all(start < stop for start, stop in both) else False
 
 
-def _unsupported(what: str) -> UnsupportedInstructionError:
-    return current().error(  # type: ignore[return-value]
-        UnsupportedInstructionError, f"NKI Beta 1: {what}"
-    )
-
-
 def arange(start: Any, stop: Any = None, step: Any = None) -> Index:
     """Return the index of start .. stop; shape (n,)."""
     first, last = (0, start) if stop is None else (start, stop)
     low, high, by = whole(first), whole(last), whole(1 if step is None else step)
     if low is None or high is None or by is None or high <= low or by < 1:
-        raise _unsupported(
-            f"nl.arange({first!r}, {last!r}); use integers, the first below the last"
+        raise fail(
+            Unsupported, f"nl.arange({first!r}, {last!r}); use integers, the first below the last"
         )
     return np.arange(low, high, by).view(Index)
 
@@ -255,8 +268,11 @@ class _MakeGrid:
 
     def __getitem__(self, key: Any) -> Grid:
         parts = key if isinstance(key, tuple) else (key,)
-        if not all(isinstance(p, slice) and p.stop is not None for p in parts):
-            raise _unsupported("nl.mgrid takes slices with an end, nl.mgrid[0:128, 0:512]")
+        need(
+            all(isinstance(p, slice) and p.stop is not None for p in parts),
+            "nl.mgrid takes slices with an end, nl.mgrid[0:128, 0:512]",
+            Unsupported,
+        )
         lines = np.ix_(*(arange(p.start or 0, p.stop, p.step).view(np.ndarray) for p in parts))
         return Grid(line.view(Index) for line in np.broadcast_arrays(*lines))
 

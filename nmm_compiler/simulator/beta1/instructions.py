@@ -31,13 +31,14 @@ from nmm_compiler.simulator.beta1.index import (
     affine,
     box_of,
     common_part,
+    fail,
+    need,
 )
 from nmm_compiler.simulator.beta1.table import ISA_ENUMS, ISA_VALUES, REFUSED, UNDOCUMENTED, beta_1
 from nmm_compiler.simulator.beta1.tensor import (
     Tensor,
     as_number,
     asked,
-    fail,
     in_kind,
     result,
     session,
@@ -104,11 +105,10 @@ def kind_of_number(value: Any) -> DType:
 def tensor(name: str, role: str, value: Any) -> Tensor:
     """Return `value` as a tensor on chip; raise OperandError when it is none."""
     value = tensor_anywhere(name, role, value)
-    if value.memory == "hbm":
-        raise fail(
-            OperandError,
-            f"{name}: {role} {value!r} is in HBM (err_unsupported_memory); nl.load it first",
-        )
+    need(
+        value.memory != "hbm",
+        f"{name}: {role} {value!r} is in HBM (err_unsupported_memory); nl.load it first",
+    )
     return value
 
 
@@ -273,12 +273,11 @@ def _reduced(
     rank = len(data.shape)
     listed = np.atleast_1d(axis).tolist()
     axes = sorted(a % rank for a in listed if -rank < a < rank and a != 0)
-    if len(axes) < max(1, len(listed)):
-        raise fail(
-            OperandError,
-            f"{name}: axis {listed} of a tile {data.shape}; reduce free axes, 1 to {rank - 1} "
-            "(partitions: nisa.tensor_partition_reduce)",
-        )
+    need(
+        len(axes) >= max(1, len(listed)),
+        f"{name}: axis {listed} of a tile {data.shape}; reduce free axes, 1 to {rank - 1} "
+        "(partitions: nisa.tensor_partition_reduce)",
+    )
     shape = reduced_shape(data.shape, axes, keepdims)
 
     def issue(dst: NkiTensor, part: Part) -> None:
@@ -323,11 +322,11 @@ def product(
     mask: of the result. An operand may have one of its own: of the rows that are summed over and
     of its part of the result.
     """
-    if perf_mode not in (None, "double_row_gen3"):
-        raise fail(
-            UnsupportedInstructionError,
-            f"{name}: perf_mode {perf_mode!r}; the simulator has 'double_row_gen3'",
-        )
+    need(
+        perf_mode in (None, "double_row_gen3"),
+        f"{name}: perf_mode {perf_mode!r}; the simulator has 'double_row_gen3'",
+        UnsupportedInstructionError,
+    )
     first = 1  # of the free dimensions; before it, rows
     if perf_mode is not None:
         first, flags["perf_mode"] = 2, matmul_perf_mode.double_row
@@ -363,11 +362,10 @@ def _matmul_parts(left: Tensor, right: Tensor, box: Part, first: int) -> tuple[P
     parts = left.part, right.part, box
     if parts == (True, True, True):
         return parts
-    if len(left.shape) != first + 1:
-        raise fail(
-            OperandError,
-            f"a mask over the columns of {left!r}; index it with {first + 1} dimensions",
-        )
+    need(
+        len(left.shape) == first + 1,
+        f"a mask over the columns of {left!r}; index it with {first + 1} dimensions",
+    )
     a, b = (m.part if isinstance(m.part, tuple) else tuple((0, size) for size in m.shape)
             for m in (left, right))  # fmt: skip
     rows, columns = common_part(a[:first], b[:first]), common_part((*a[first:], *b[first:]), box)
@@ -382,11 +380,10 @@ def transposed(name: str, data: Any, engine: Any, dtype: Any = None, mask: Any =
     mask: of data's rows and columns.
     """
     data = tensor(name, "data", data)
-    if math.prod(data.shape[2:]) > 1:
-        raise fail(
-            OperandError, f"{name}: {data!r} has more than 2 dimensions "
-            "(err_exceed_max_supported_dimension)",
-        )  # fmt: skip
+    need(
+        math.prod(data.shape[2:]) == 1,
+        f"{name}: {data!r} has more than 2 dimensions (err_exceed_max_supported_dimension)",
+    )
     box = box_of(mask, data.shape)
     cut = [b - a for a, b in box] if isinstance(box, tuple) else data.shape
     on_vector = engine is engines.vector or (
@@ -465,20 +462,19 @@ def _selected(
     name: str, pred: Any, on_true_tile: Any, on_false_value: Any, mask: Any, dtype: Any
 ) -> Tensor:
     tile = tensor(name, "on_true_tile", on_true_tile)
-    if not isinstance(pred, Mask) or len(pred.terms) != 1:
-        raise fail(
-            UnsupportedInstructionError,
-            f"{name}: pred is {type(pred).__name__}; pass one comparison of index expressions",
-        )
+    need(
+        isinstance(pred, Mask) and len(pred.terms) == 1,
+        f"{name}: pred is {type(pred).__name__}; pass one comparison of index expressions",
+        UnsupportedInstructionError,
+    )
     ((op, left, right),) = pred.terms
     rank = max(len(tile.shape), pred.ndim)
     line = affine(left - right).aligned(rank)
-    if line.shape != (1,) * (rank - len(tile.shape)) + tile.shape:
-        raise fail(
-            OperandError,
-            f"{name}: pred has shape {pred.shape}, on_true_tile {tile.shape}; they must have "
-            "the same shape, so let pred name every axis: + 0 * nl.arange(n)[None, :]",
-        )
+    need(
+        line.shape == (1,) * (rank - len(tile.shape)) + tile.shape,
+        f"{name}: pred has shape {pred.shape}, on_true_tile {tile.shape}; they must have "
+        "the same shape, so let pred name every axis: + 0 * nl.arange(n)[None, :]",
+    )
     over = Affine(tile.shape, line.const, line.steps[rank - len(tile.shape) :])
     fill = as_number(on_false_value)
 
@@ -495,11 +491,10 @@ def _selected(
 def _expression(name: str, expr: Any, dtype: Any) -> Tensor:
     """Return the values of an index expression: iota."""
     number = as_number(expr)
-    if number is None and (not isinstance(expr, Index) or expr.ndim < 2):
-        raise fail(
-            OperandError,
-            f"{name}: expr is {expr!r}; pass an index expression of two or more axes",
-        )
+    need(
+        number is not None or (isinstance(expr, Index) and expr.ndim > 1),
+        f"{name}: expr is {expr!r}; pass an index expression of two or more axes",
+    )
     line = affine(expr) if number is None else Affine((1, 1), int(number), (0, 0))
     return result(
         line.shape, kind_of(dtype),
@@ -520,10 +515,8 @@ def _unmasked(body: Body) -> Body:
     """Return the body of an instruction that supports no mask."""
 
     def call(name: str, mask: Any = None, **given: Any) -> Any:
-        if mask is not None and mask is not True:
-            raise fail(
-                UnsupportedInstructionError, f"{name} with a mask; index the part that is meant"
-            )
+        says = f"{name} with a mask; index the part that is meant"
+        need(mask is None or mask is True, says, UnsupportedInstructionError)
         return body(name, **given)
 
     return call

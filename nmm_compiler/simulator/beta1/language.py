@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from nmm_compiler.errors import OperandError, UnsupportedInstructionError
+from nmm_compiler.errors import UnsupportedInstructionError
 from nmm_compiler.simulator.beta1 import instructions
-from nmm_compiler.simulator.beta1.index import Index, Part, affine, arange, box_of, mgrid
+from nmm_compiler.simulator.beta1.index import Index, Part, affine, arange, box_of, mgrid, need
 from nmm_compiler.simulator.beta1.instructions import (
     ISSUE,
     Body,
@@ -44,9 +44,8 @@ from nmm_compiler.simulator.beta1.tensor import (
     as_number,
     asked,
     assign,
-    fail,
     in_kind,
-    no_broadcast,
+    need_broadcast,
     numpy_dtype,
     result,
     session,
@@ -100,20 +99,18 @@ def _created(
     """Return a new tensor; on chip, filled with `value` unless that is None."""
     kind, given = kind_of(dtype), tuple(shape) if np.iterable(shape) else (shape,)
     marked = [d for d, size in enumerate(given) if isinstance(size, par_dim)]
-    if len(marked) > 1:
-        raise fail(OperandError, f"shape {given} has {len(marked)} partition dimensions")
+    need(len(marked) < 2, f"shape {given} has {len(marked)} partition dimensions")
     sizes, par = base.sizes_of("", given), marked[0] if marked else 0
     allocator = buffer if isinstance(buffer, Allocator) else None
     region = allocator.region if allocator else sbuf if buffer is None else buffer
     session().flush()
     if base.is_hbm(region):
-        if value is None:
-            return Tensor.of(base.ndarray(sizes, kind, region, name))
-        raise fail(
-            OperandError,
+        need(
+            value is None,
             "a tensor in HBM with an initial value (err_hbm_tensor_with_init_value_not_supported); "
             "make it with nl.ndarray and nl.store the value",
         )
+        return Tensor(base.ndarray(sizes, kind, region, name))
     if len(sizes) - par < 2:
         sizes = (*sizes, 1)
     blocks, tile = sizes[:par], sizes[par:]
@@ -131,7 +128,7 @@ def _created(
         elif zeros and made.storage.raw is not None:
             made.storage.raw.fill(0)
             made.storage.unwritten = None
-        return Tensor.of(made.reshape(tile))
+        return Tensor(made.reshape(tile))
 
     if not blocks:
         return one()
@@ -143,8 +140,7 @@ def _created(
 
 def _full(call: str, /, fill_value: Any, **given: Any) -> Tensor:
     value = as_number(fill_value)
-    if value is None:
-        raise fail(OperandError, f"fill_value {fill_value!r}; pass a number")
+    need(value is not None, f"fill_value {fill_value!r}; pass a number")
     return _created(call, value=value, **given)
 
 
@@ -172,14 +168,14 @@ def shared_constant(constant: Any, dtype: Any = None) -> Tensor:
     ).astype(kind_of(dtype).numpy)  # fmt: skip
     if isinstance(array, np.ndarray) and array.dtype == np.float64:
         array = array.astype(np.float32)
-    return Tensor.of(base.shared_constant(array))
+    return Tensor(base.shared_constant(array))
 
 
 @_named
 def shared_identity_matrix(n: int, dtype: Any = np.uint8) -> Tensor:
     """Return an identity matrix in HBM."""
     session().flush()
-    return Tensor.of(base.identity(current(), int(n), kind_of(dtype)))
+    return Tensor(base.identity(current(), int(n), kind_of(dtype)))
 
 
 # Loads and stores
@@ -188,12 +184,11 @@ def shared_identity_matrix(n: int, dtype: Any = np.uint8) -> Tensor:
 def _hbm(name: str, role: str, value: Any) -> Tensor:
     """Return a tensor in HBM with two dimensions or more."""
     value = tensor_anywhere(name, role, value)
-    if value.memory != "hbm":
-        raise fail(
-            OperandError,
-            f"{name}: {role} {value!r} is in {value.memory.upper()}, it must be in HBM "
-            "(err_unsupported_memory); nl.copy copies on chip",
-        )
+    need(
+        value.memory == "hbm",
+        f"{name}: {role} {value!r} is in {value.memory.upper()}, it must be in HBM "
+        "(err_unsupported_memory); nl.copy copies on chip",
+    )
     missing = 2 - len(value.shape)
     return value if missing <= 0 else value.reshape((*value.shape, *(1,) * missing))
 
@@ -233,11 +228,10 @@ def load_transpose2d(src: Any, *, mask: Any = None, dtype: Any = None) -> Tensor
     rows at a time and turned by TensorE.
     """
     source = _hbm("nl.load_transpose2d", "src", src)
-    if len(src.shape) != 2 or source.tile(False).indirection is not None:
-        raise fail(
-            OperandError,
-            f"nl.load_transpose2d of {src!r}; it takes 2-D tensors without run-time indices",
-        )
+    need(
+        len(src.shape) == 2 and source.tile(False).indirection is None,
+        f"nl.load_transpose2d of {src!r}; it takes 2-D tensors without run-time indices",
+    )
     by_dma = current().target.dma_transposes and source.kind.item_bytes == 2
     turn = functools.partial(turned_by_dma, axes=(1, 0)) if by_dma else _turned_by_products
     return result(
@@ -262,8 +256,11 @@ def _turned_by_products(dst: NkiTensor, view: NkiTensor) -> None:
 def atomic_rmw(dst: Any, value: Any, op: Any, *, mask: Any = None) -> None:
     """Add a tile to rows of an HBM tensor that run-time indices choose."""
     target = _hbm("nl.atomic_rmw", "dst", dst)
-    if getattr(op, "__name__", "") != "add" or mask is not None:
-        raise fail(UnsupportedInstructionError, "nl.atomic_rmw takes op=np.add and no mask")
+    need(
+        getattr(op, "__name__", "") == "add" and mask is None,
+        "nl.atomic_rmw takes op=np.add and no mask",
+        UnsupportedInstructionError,
+    )
     dma_copied("nl.atomic_rmw", target, tensor("nl.atomic_rmw", "value", value), CURRENT["add"])
 
 
@@ -295,8 +292,7 @@ def _binary(short: str) -> Body:
             )  # fmt: skip
         tensor(name, "y", other)
         if len(x.shape) != len(y.shape):
-            if not alike(x.shape, y.shape):
-                raise no_broadcast(y, x.shape, name)
+            need_broadcast(alike(x.shape, y.shape), y, x.shape, name)
             y = y.reshape(x.shape)
         shape = tuple(map(max, x.shape, y.shape))
         kind = asked(dtype, promote(x.kind, y.kind))
@@ -352,7 +348,7 @@ def _composite(short: str) -> Body:
                 given[role] = value.tile(box if value.shape == shape else True)
         made = current_function(**given)
         if box is True or made.shape != tuple(b - a for a, b in box):
-            return Tensor.of(made)
+            return Tensor(made)
         return result(
             shape, made.dtype, lambda dst, part: ISSUE["tensor_copy"](dst, made), mask=box,
             exact=True,
@@ -396,9 +392,8 @@ def broadcast_to(src: Any, *, shape: Any) -> Tensor:
     lead = len(shape) - len(tile.shape)
     if lead > 0 and (tile.memory == "hbm" or tile.shape[0] == 1):
         tile = tile.reshape((1,) * lead + tile.shape)
-    if len(tile.shape) != len(shape):
-        raise no_broadcast(tile, shape, "broadcast_to")
-    return Tensor.of(stretched(tile, shape, "broadcast_to"))
+    need_broadcast(len(tile.shape) == len(shape), tile, shape, "broadcast_to")
+    return Tensor(stretched(tile, shape, "broadcast_to"))
 
 
 def _spread(row: NkiTensor, partitions: int) -> NkiTensor:
@@ -417,13 +412,11 @@ def expand_dims(data: Any, axis: Any) -> Any:
 
 def _update(dst: Tensor, short: str, value: Any) -> Tensor:
     """Do `dst += value` and kin in place; a product onto PSUM is one accumulation there."""
-    pending = value.pending if isinstance(value, Tensor) else None
-    adds = short == "add" and dst.memory == "psum"
-    if adds and pending is not None and pending.issue and pending.update:
-        if dst.shape != value.shape and math.prod(dst.shape) != math.prod(value.shape):
-            raise no_broadcast(value, dst.shape, "+=")
-        session().pending = value.pending = None
-        write(dst, pending.box, pending.update)
+    now, adds = session(), short == "add" and dst.memory == "psum"
+    if adds and now.pending is value and value.held.issue and value.held.update:
+        need_broadcast(math.prod(dst.shape) == math.prod(value.shape), value, dst.shape, "+=")
+        now.pending = None
+        write(dst, value.held.box, value.held.update)
     else:
         assign(dst, NAMES[short](dst, value, dtype=dst.kind))
     return dst

@@ -24,8 +24,9 @@ from typing import Any, NoReturn
 
 from nmm_compiler.errors import KernelArgumentError, SimulationError, UnsupportedInstructionError
 from nmm_compiler.simulator.beta1 import instructions, language
+from nmm_compiler.simulator.beta1.index import need
 from nmm_compiler.simulator.beta1.language import Allocator, Dimension, spmd_dim
-from nmm_compiler.simulator.beta1.tensor import Session, Tensor, fail, session
+from nmm_compiler.simulator.beta1.tensor import Session, Tensor, session
 from nmm_compiler.simulator.language.base import (
     MemoryRegion,
     hbm,
@@ -60,7 +61,7 @@ def _entry(function: Function, grid: Grid, checked: bool) -> Function:
             annotation = given.signature.parameters[name].annotation
             if isinstance(value, NkiTensor) and "mutable" not in str(annotation):
                 now.read_only[value.storage.identity] = name
-        tensors = _each(lambda v: Tensor.of(v) if isinstance(v, NkiTensor) else v, (args, kwargs))
+        tensors = _each(lambda v: Tensor(v) if isinstance(v, NkiTensor) else v, (args, kwargs))
         returned: Any = None
         now.grid = tuple(map(len, grid))
         every, core = itertools.product(*map(range, now.grid)), machine.program_id
@@ -95,12 +96,11 @@ def _unwrapped(value: Any, now: Session, programs_run: int) -> Any:
         language.store(value, on_chip)
     view = value.tile()
     storage = view.storage
-    if programs_run > 1 and storage.region is not shared_hbm and not storage.is_input:
-        raise fail(
-            SimulationError,
-            f"each of {programs_run} programs returned its own {value!r}; allocate it in "
-            "nl.shared_hbm",
-        )
+    need(
+        programs_run == 1 or storage.region is shared_hbm or storage.is_input,
+        f"each of {programs_run} programs returned its own {value!r}; allocate it in nl.shared_hbm",
+        SimulationError,
+    )
     storage.region = shared_hbm  # outputs in nl.hbm are legal in this dialect
     return view
 
@@ -112,7 +112,9 @@ class Kernel(standins.JitKernel):
         which fill their last parameters, are launched unchecked.
     """
 
-    def __init__(self, function: Function, launch: Grid = (), *, checked: bool = True) -> None:
+    def __init__(self, function: Any, launch: Grid = (), *, checked: bool = True) -> None:
+        if isinstance(function, Kernel):  # of two decorators
+            function, launch, checked = function.plain, function.launch, function.checked
         spread = [max(dimension) + 1 for dimension in launch]  # over so many cores
         if sum(cores > 1 for cores in spread) > 1:
             sizes = tuple(map(len, launch))
@@ -120,9 +122,9 @@ class Kernel(standins.JitKernel):
                 f"launch grid {sizes} spreads two dimensions over cores; one may"
             )
         super().__init__(_entry(function, launch, checked), max(spread, default=1))
-        self.plain = function
-        self.launch = launch
-        self.checked = checked
+        self.plain: Function = function
+        self.launch: Grid = launch
+        self.checked: bool = checked
 
     def __getitem__(self, grid: Any) -> Kernel:
         given = grid if type(grid) is tuple else (grid,)
@@ -133,21 +135,14 @@ class Kernel(standins.JitKernel):
         """Return the kernel with a launch grid, unless it has one or the grid is 1."""
         return self if grid == 1 else self[grid]
 
-    @classmethod
-    def of(cls, function: Any, checked: bool = True) -> Kernel:
-        """Return a function, or another kernel's function and grid, as a kernel."""
-        if isinstance(function, Kernel):
-            return cls(function.plain, function.launch, checked=function.checked)
-        return cls(function, checked=checked)
-
     def inline(self, *args: Any, **kwargs: Any) -> Any:
         """Run inside a kernel."""
-        if self.launch:
-            raise fail(
-                UnsupportedInstructionError,
-                f"kernel {self.plain.__name__} with a launch grid inside another kernel "
-                "(err_nested_kernel_with_spmd_grid); call it without one",
-            )
+        need(
+            not self.launch,
+            f"kernel {self.plain.__name__} with a launch grid inside another kernel "
+            "(err_nested_kernel_with_spmd_grid); call it without one",
+            UnsupportedInstructionError,
+        )
         return self.plain(*args, **kwargs)
 
 
@@ -166,9 +161,9 @@ class Benchmark(Kernel):
         return None
 
 
-kernel_of = standins.decorator(Kernel.of)
-benchmark = standins.decorator(Benchmark.of)
-unchecked = standins.decorator(functools.partial(Kernel.of, checked=False))
+kernel_of = standins.decorator(Kernel)
+benchmark = standins.decorator(Benchmark)
+unchecked = standins.decorator(functools.partial(Kernel, checked=False))
 _MODES: dict[str, Function] = {
     **dict.fromkeys(("auto", "jax", "torchxla", "baremetal", "simulation"), kernel_of),
     "benchmark": benchmark,
@@ -185,7 +180,7 @@ def jit(function: Any = None, mode: str = "auto", **options: Any) -> Any:
 
 def simulate_kernel(kernel: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a kernel on NumPy arrays; return its outputs."""
-    return standins.simulate_kernel(Kernel.of(kernel, checked=False))(*args, **kwargs)
+    return standins.simulate_kernel(Kernel(kernel, checked=False))(*args, **kwargs)
 
 
 # Modules

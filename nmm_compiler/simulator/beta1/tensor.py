@@ -23,10 +23,8 @@ import numpy as np
 
 from nmm_compiler.errors import (
     HazardError,
-    NmmError,
     OperandError,
     OutOfBoundsError,
-    SimulationError,
     UnsupportedInstructionError,
 )
 from nmm_compiler.simulator.beta1.index import (
@@ -39,8 +37,9 @@ from nmm_compiler.simulator.beta1.index import (
     box_of,
     common_part,
     common_shape,
-    full_key,
+    fail,
     mgrid,
+    need,
 )
 from nmm_compiler.simulator.isa.elementwise import memset, tensor_copy
 from nmm_compiler.simulator.isa.operands import same_view
@@ -48,6 +47,7 @@ from nmm_compiler.simulator.language.base import ndarray, psum, sbuf
 from nmm_compiler.simulator.machine import current, kernel_frame, place_instructions
 from nmm_compiler.simulator.tensors.dtypes import DType
 from nmm_compiler.simulator.tensors.elements import mark, poisoned_values
+from nmm_compiler.simulator.tensors.geometry import full_key
 from nmm_compiler.simulator.tensors.registers import DynamicSlice, Indirection, whole
 from nmm_compiler.simulator.tensors.tensor import NkiTensor, kind_of
 
@@ -58,11 +58,6 @@ Issue = Callable[[NkiTensor, Part], Any]
 """Issues an instruction that writes this view, from this part of its operands."""
 Written = Callable[[NkiTensor], Any]
 """Issues an instruction that writes this view."""
-
-
-def fail(kind: type[SimulationError], message: str) -> NmmError:
-    """Return an error of `kind` at the kernel's current line."""
-    return current().error(kind, f"NKI Beta 1: {message}")
 
 
 def numpy_dtype(kind: DType) -> Any:
@@ -85,17 +80,21 @@ class Pending:
 
     issue: None for one that updates a destination, which it has to be assigned to
         (nl.loop_reduce). update: what changes the destination in place, for a product what adds to
-        it. box: of the result, inside the mask. only: memories that the instruction can write.
+        it. box: of the result, inside the mask. only: memories that the instruction can write, the
+        first unless it is assigned to another one.
     exact: no rounding to the tile's dtype, the destination's dtype alone counts (copies,
         transposes, products).
     """
 
+    shape: Shape
+    dtype: DType
     issue: Written | None
     update: Written | None
     box: Part
     only: tuple[str, ...]
     exact: bool
     place: tuple[str, int]
+    memory = property(lambda self: self.only[0])
 
 
 @dataclasses.dataclass
@@ -110,7 +109,7 @@ class Session:
     read_only: names of parameters that the kernel may not write, by storage.
     """
 
-    pending: Tensor | None = None
+    pending: Any = None
     program: Shape = ()
     grid: Shape = ()
     lent: weakref.WeakValueDictionary[int, Tensor] = dataclasses.field(
@@ -122,10 +121,10 @@ class Session:
     def flush(self) -> Session:
         """Issue the pending tile, if there is one, into a tile of its own."""
         tile, self.pending = self.pending, None
-        if tile is not None and tile.pending is not None:
-            pending, region = tile.pending, psum if tile.memory == "psum" else sbuf
+        if tile is not None:
+            pending, region = tile.held, psum if tile.memory == "psum" else sbuf
             with place_instructions(pending.place):
-                tile.become(Tensor.of(ndarray(tile.shape, tile.kind, region)))
+                tile.become(Tensor(ndarray(tile.shape, tile.kind, region)))
                 write(tile, pending.box, pending.issue or _not_alone)
         return self
 
@@ -150,42 +149,32 @@ def session() -> Session:
 class Tensor:
     """A tile, or a tensor in HBM, or a part of one.
 
-    place: its view; None while it is pending. outside: (dimension, its size, index) of each
-    dimension that the view may leave, over the axes of the view. part: what an operand mask leaves,
-    `tile[i_f < n]`, which matmuls alone take (NKI API Masking).
+    held: its view, or how to issue the instruction that makes it. outside: (dimension, its size,
+    index) of each dimension that the view may leave, over the axes of the view. part: what an
+    operand mask leaves, `tile[i_f < n]`, which matmuls alone take (NKI API Masking).
     """
 
-    shape: Shape
-    kind: DType
-    memory: str
-    place: NkiTensor | None = None
+    held: Any
     outside: Outside = ()
-    pending: Pending | None = None
     part: Part = True
     par = 0  # block dimensions before the partition dimension
 
-    @classmethod
-    def of(cls, view: NkiTensor, outside: Outside = ()) -> Tensor:
-        """Return the tensor over a view of the simulator."""
-        return cls(view.shape, view.dtype, view.memory, view, outside)
-
     # Attributes that a kernel may read
 
+    shape = property(attrgetter("held.shape"), doc="The sizes of the dimensions.")
+    kind = property(attrgetter("held.dtype"), doc="The dtype as the simulator has it.")
+    memory = property(attrgetter("held.memory"), doc='Either "sbuf", "psum" or "hbm".')
     dtype = property(lambda self: numpy_dtype(self.kind), doc="The NumPy dtype.")
     ndim = property(lambda self: len(self.shape), doc="Number of dimensions.")
     itemsize = property(attrgetter("kind.item_bytes"), doc="Bytes of one element.")
     buffer = property(lambda self: self.tile(False).buffer, doc="The memory region.")
-
-    @property
-    def name(self) -> str:
-        """The tensor's name."""
-        return self.memory if self.place is None else self.place.name
+    name = property(lambda self: getattr(self.held, "name", self.memory), doc="Its name.")
 
     def __repr__(self) -> str:
         return f"tensor({self.name!r}, shape={self.shape}, dtype={self.kind}, {self.memory})"
 
     def __len__(self) -> int:
-        return self.shape[0]
+        return int(self.shape[0])
 
     def __iter__(self) -> Any:
         raise fail(OperandError, f"{self!r} is not iterable; index it")
@@ -201,8 +190,7 @@ class Tensor:
 
     def become(self, other: Tensor) -> None:
         """Be the same tensor as another one from now on."""
-        self.shape, self.kind, self.memory = other.shape, other.kind, other.memory
-        self.place, self.outside, self.pending = other.place, other.outside, None
+        self.held, self.outside = other.held, other.outside
 
     def separate(self) -> None:
         """Copy a result that has the memory of the tile that it was assigned to.
@@ -213,25 +201,25 @@ class Tensor:
         if session().lent.pop(id(self), None) is not None:
             copied = ndarray(self.shape, self.kind, psum if self.memory == "psum" else sbuf)
             tensor_copy(copied, self.tile())
-            self.become(Tensor.of(copied))
+            self.become(Tensor(copied))
 
     def tile(self, box: Part = True) -> NkiTensor:
         """Return the simulator's view of this tile, or of a box of it: (start, stop) per dimension.
 
         Raises OutOfBoundsError for what leaves the tensor there; False asks for no check.
         """
-        if self.pending is not None:
+        if session().pending is self:
             session().flush()
-        view = self.place
-        assert view is not None
+        view = self.held
+        assert isinstance(view, NkiTensor)
         for dim, size, index in self.outside if box is not False else ():
             low, high = index.part(self.shape, box).bounds()
-            if low < 0 or high >= size:
-                raise fail(
-                    OutOfBoundsError,
-                    f"index range [{low}, {high}] of dimension {dim} of tensor {self.name!r}, "
-                    f"which has size {size} (err_tensor_access_out_of_bound); pass a mask",
-                )
+            need(
+                low >= 0 and high < size,
+                f"index range [{low}, {high}] of dimension {dim} of tensor {self.name!r}, "
+                f"which has size {size} (err_tensor_access_out_of_bound); pass a mask",
+                OutOfBoundsError,
+            )
         if not isinstance(box, tuple):
             return view
         chosen = view.indirection
@@ -257,27 +245,24 @@ class Tensor:
         rank = len(self.shape)
         keys = full_key(key, rank)
         given = [k for k in keys if k is not None]
-        if len(given) > rank:
-            raise fail(OperandError, f"{len(keys)} indices into {self!r}")
+        need(len(given) <= rank, f"{len(keys)} indices into {self!r}")
         if any(isinstance(k, (Index, Tensor, Affine)) for k in keys):
-            if any(k is None or isinstance(k, (slice, DynamicSlice)) for k in keys):
-                raise fail(
-                    OperandError,
-                    "slices, or too few indices, beside index expressions in an index of "
-                    f"{self!r} (err_unsupported_mixing_basic_advanced_tensor_indexing); give one "
-                    "expression for each dimension",
-                )
+            need(
+                not any(k is None or isinstance(k, (slice, DynamicSlice)) for k in keys),
+                "slices, or too few indices, beside index expressions in an index of "
+                f"{self!r} (err_unsupported_mixing_basic_advanced_tensor_indexing); give one "
+                "expression for each dimension",
+            )
             lines = [_line(self, k, dim) for dim, k in enumerate(keys)]
-            if max(len(line.shape) for line in lines) < 2:
-                raise fail(
-                    OperandError,
-                    f"a 1-D nl.arange as index of {self!r} (err_1d_arange_not_supported); add an "
-                    "axis, nl.arange(n)[:, None], or use a slice",
-                )
+            need(
+                max(len(line.shape) for line in lines) > 1,
+                f"a 1-D nl.arange as index of {self!r} (err_1d_arange_not_supported); add an "
+                "axis, nl.arange(n)[:, None], or use a slice",
+            )
             return self._part(lines)
         if all(k.__class__ is slice and k == slice(None) for k in keys):
             self.tile(False)
-            return Tensor(self.shape, self.kind, self.memory, self.place, self.outside)
+            return Tensor(self.held, self.outside)
         spans = [_span(k, size) for k, size in zip(given, self.shape, strict=True)]
         if self.memory == "hbm" and any(map(_leaves, spans, self.shape)):
             # a mask has to cut it: each slice has an axis of its own
@@ -290,18 +275,18 @@ class Tensor:
                 view = view.expand_dim(axis)
             rows = axis == 0 and self.memory != "hbm"  # an index of partitions leaves one
             axis += k is None or rows or isinstance(k, (slice, DynamicSlice))
-        return Tensor.of(view)
+        return Tensor(view)
 
     def _masked(self, mask: Mask | bool) -> Tensor:
         """Return a tile with an operand mask."""
-        if self.memory == "hbm":
-            raise fail(
-                UnsupportedInstructionError,
-                f"a mask as the index of {self!r}; an operand mask is for the tiles of a matmul "
-                "(NKI API Masking), pass mask= to the load or store",
-            )
+        need(
+            self.memory != "hbm",
+            f"a mask as the index of {self!r}; an operand mask is for the tiles of a matmul "
+            "(NKI API Masking), pass mask= to the load or store",
+            UnsupportedInstructionError,
+        )
         left = common_part(self.part, box_of(mask, self.shape))
-        return dataclasses.replace(self, place=self.tile(), pending=None, part=left)
+        return dataclasses.replace(self, held=self.tile(), part=left)
 
     def _part(self, lines: list[Affine]) -> Tensor:
         """Return the view of an affine index per dimension, some with a run-time tile."""
@@ -312,16 +297,13 @@ class Tensor:
                 choice = _chosen(self, dim, line.tile, choice)
         shape = common_shape(*(line.shape for line in lines))
         lines = [line.aligned(len(shape)) for line in lines]
-        if on_chip and (
-            lines[0].steps[0] not in (0, 1)
-            or any(lines[0].steps[1:])
-            or any(line.steps[0] for line in lines[1:])
-        ):
-            raise fail(
-                OperandError,
-                f"an index of {self!r} whose first axis is not its partitions, in steps of 1; the "
-                "first axis of an index has to be the partitions, and only that",
-            )
+        rows, *others = (line.steps for line in lines)
+        need(
+            not on_chip
+            or (rows[0] in (0, 1) and not any(rows[1:]) and not any(free[0] for free in others)),
+            f"an index of {self!r} whose first axis is not its partitions, in steps of 1; the "
+            "first axis of an index has to be the partitions, and only that",
+        )
         steps = np.array([line.steps for line in lines], dtype=np.int64)
         strides = tuple((np.array(view.strides) @ steps).tolist())
         starts = [line.const * stride for line, stride in zip(lines, view.strides, strict=True)]
@@ -333,18 +315,17 @@ class Tensor:
         if choice is not view.indirection:
             while len(shape) > 2 and shape[-1] == 1:
                 shape, strides = shape[:-1], strides[:-1]
-            if strides[0] and choice is not None and choice.kind == "vector":
-                raise fail(
-                    UnsupportedInstructionError,
-                    f"the partition index next to run-time rows in an index of {self!r}",
-                )
-        if on_chip and shape[0] > 1 and not strides[0]:
-            raise fail(
-                OperandError,
-                f"one partition of {self!r} for {shape[0]}; broadcast it with .broadcast_to(shape)",
+            need(
+                not strides[0] or choice is None or choice.kind != "vector",
+                f"the partition index next to run-time rows in an index of {self!r}",
+                UnsupportedInstructionError,
             )
+        need(
+            not on_chip or shape[0] == 1 or strides[0],
+            f"one partition of {self!r} for {shape[0]}; broadcast it with .broadcast_to(shape)",
+        )
         dims = tuple(zip(shape, strides, strict=True))
-        return Tensor.of(view.over(dims, view.offset + sum(starts), choice), outside)
+        return Tensor(view.over(dims, view.offset + sum(starts), choice), outside)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self.separate()
@@ -354,18 +335,18 @@ class Tensor:
 
     def view(self, dtype: Any) -> Tensor:
         """Return the bits as another dtype."""
-        return Tensor.of(self.tile().view(kind_of(dtype)))
+        return Tensor(self.tile().view(kind_of(dtype)))
 
     def reshape(self, *sizes: Any, shape: Any = None) -> Tensor:
         """Return the same elements in another shape."""
-        return Tensor.of(self.tile().reshape(*(sizes if shape is None else (shape,))))
+        return Tensor(self.tile().reshape(*(sizes if shape is None else (shape,))))
 
     def expand_dims(self, axis: Any) -> Tensor:
         """Return a view with dimensions of size 1 at `axis`."""
         view = self.tile()
         for a in sorted(axis) if isinstance(axis, (list, tuple)) else [axis]:
             view = view.expand_dim(a)
-        return Tensor.of(view)
+        return Tensor(view)
 
     def broadcast_to(self, shape: Any) -> Tensor:
         """Return a view of `shape`; dimensions of size 1 repeat."""
@@ -377,8 +358,7 @@ class Tensor:
 
     def assert_shape(self, shape: Any) -> Tensor:
         """Return the tensor; raise OperandError unless it has `shape`."""
-        if tuple(shape) != self.shape:
-            raise fail(OperandError, f"{self!r} does not have shape {tuple(shape)}")
+        need(tuple(shape) == self.shape, f"{self!r} does not have shape {tuple(shape)}")
         return self
 
     __array_ufunc__ = None  # operators of NumPy scalars and index expressions leave it to these
@@ -416,10 +396,10 @@ class Blocks(Tensor):
 
     __slots__ = ("tiles",)
     par = property(lambda self: self.tiles.ndim)
+    shape = property(lambda self: (*self.tiles.shape, *self.held.shape))
 
     def __init__(self, tiles: np.ndarray) -> None:
-        first = tiles.flat[0]
-        super().__init__((*tiles.shape, *first.shape), first.kind, first.memory)
+        super().__init__(tiles.flat[0].held)
         self.tiles = tiles
 
     def tile(self, box: Part = True) -> NkiTensor:
@@ -438,25 +418,25 @@ class Blocks(Tensor):
         found = self.tiles[tuple(self._block(d, k) for d, k in enumerate(chosen))]
         if isinstance(found, Tensor):
             return found[rest]
-        if not all(isinstance(k, slice) and k == slice(None) for k in rest):
-            raise fail(
-                UnsupportedInstructionError,
-                f"a part of several blocks of {self!r} at once; choose one block with an integer",
-            )
+        need(
+            all(isinstance(k, slice) and k == slice(None) for k in rest),
+            f"a part of several blocks of {self!r} at once; choose one block with an integer",
+            UnsupportedInstructionError,
+        )
         return Blocks(found)
 
     def _block(self, dim: int, key: Any) -> int | slice:
-        if isinstance(key, Tensor) or (isinstance(key, Index) and any(affine(key).steps)):
-            raise fail(
-                UnsupportedInstructionError,
-                f"index {key!r} over block dimension {dim} of {self!r}; blocks are tiles of their "
-                "own, choose one with an integer or a loop variable",
-            )
+        need(
+            not isinstance(key, Tensor) and not (isinstance(key, Index) and any(affine(key).steps)),
+            f"index {key!r} over block dimension {dim} of {self!r}; blocks are tiles of their "
+            "own, choose one with an integer or a loop variable",
+            UnsupportedInstructionError,
+        )
         span, size = _span(key, self.shape[dim]), self.shape[dim]
         if not isinstance(span, slice):
             return _number(self, span, dim)
-        if _leaves(span, size) or not range(size)[span]:
-            raise fail(OutOfBoundsError, f"{key} of block dimension {dim} of {self!r} leaves it")
+        inside = not _leaves(span, size) and range(size)[span]
+        need(inside, f"{key} of block dimension {dim} of {self!r} leaves it", OutOfBoundsError)
         return span
 
 
@@ -484,13 +464,13 @@ def _number(tensor: Tensor, key: Any, dim: int) -> int:
             f"index {key!r} ({type(key).__name__}) into {tensor!r}; use integers, slices, nl.ds, "
             "or expressions of nl.arange and nl.mgrid",
         )
-    if not -size <= number < size:
-        raise fail(
-            OutOfBoundsError,
-            f"index {number} of dimension {dim} of tensor {tensor.name!r} {tensor.shape} "
-            "(err_tensor_access_out_of_bound)",
-        )
-    return number % size
+    need(
+        -size <= number < size,
+        f"index {number} of dimension {dim} of tensor {tensor.name!r} {tensor.shape} "
+        "(err_tensor_access_out_of_bound)",
+        OutOfBoundsError,
+    )
+    return int(number % size)
 
 
 def _line(tensor: Tensor, key: Any, dim: int) -> Affine:
@@ -508,21 +488,21 @@ def _line(tensor: Tensor, key: Any, dim: int) -> Affine:
 def _chosen(tensor: Tensor, dim: int, tile: Tensor, before: Indirection | None) -> Indirection:
     """Return the indirection of run-time indices: one for the whole view, or one per partition."""
     one = math.prod(tile.shape) == 1
-    if before is not None or (tensor.memory != "hbm" and (dim == 0 or not one)):
-        raise fail(
-            UnsupportedInstructionError,
-            f"run-time indices in two dimensions of {tensor!r}, or in {tensor.memory.upper()} over "
-            "partitions or many of them (err_copy_dynamic_indirect_indices_not_natively_supported)",
-        )
+    need(
+        before is None and (tensor.memory == "hbm" or (dim > 0 and one)),
+        f"run-time indices in two dimensions of {tensor!r}, or in {tensor.memory.upper()} over "
+        "partitions or many of them (err_copy_dynamic_indirect_indices_not_natively_supported)",
+        UnsupportedInstructionError,
+    )
     index, step = tile.tile(), tensor.tile().strides[dim]
     if one:
         return Indirection("scalar", dim, index, step)
-    if index.memory != "sbuf" or index.free_size != 1:
-        raise fail(
-            UnsupportedInstructionError,
-            f"run-time indices {tile!r}; they must be an SBUF tile of one index per partition "
-            "(err_indirect_indices_free_dim)",
-        )
+    need(
+        index.memory == "sbuf" and index.free_size == 1,
+        f"run-time indices {tile!r}; they must be an SBUF tile of one index per partition "
+        "(err_indirect_indices_free_dim)",
+        UnsupportedInstructionError,
+    )
     return Indirection("vector", 0, index, step)
 
 
@@ -558,10 +538,8 @@ def result(
     def of_the_part(one: Issue | None) -> Written | None:
         return one and (lambda view: one(view, part))
 
-    now.pending = Tensor(shape, kind, only[0])
-    now.pending.pending = Pending(
-        of_the_part(issue), of_the_part(update), box, only, exact, kernel_frame()
-    )
+    parts = of_the_part(issue), of_the_part(update)
+    now.pending = Tensor(Pending(shape, kind, *parts, box, only, exact, kernel_frame()))
     return now.pending
 
 
@@ -576,12 +554,11 @@ def written(dst: Tensor, box: Part = True) -> NkiTensor:
     dst.separate()
     view = dst.tile(box)
     name = now.read_only.get(view.storage.identity)
-    if name is not None:
-        raise fail(
-            OperandError,
-            f"parameter {name!r} is written (err_cannot_update_immutable_parameter); annotate it "
-            "as nt.mutable_tensor and return it, or write to an nl.shared_hbm tensor",
-        )
+    need(
+        name is None,
+        f"parameter {name!r} is written (err_cannot_update_immutable_parameter); annotate it "
+        "as nt.mutable_tensor and return it, or write to an nl.shared_hbm tensor",
+    )
     for tile in list(now.lent.values()):
         if tile.tile().storage is view.storage:
             tile.separate()
@@ -604,24 +581,22 @@ def write(dst: Tensor, box: Part, issue: Written) -> None:
 def assign(dst: Tensor, value: Any) -> None:
     """Do `dst = value` for a part of a tensor."""
     now = session()
-    if isinstance(value, Tensor) and value.place is not None and same_view(dst.place, value.place):
+    if isinstance(value, Tensor) and same_view(dst.held, value.held):
         return  # what `a[i] += b` ends with: the sum is there
-    if dst.memory == "hbm":
-        raise fail(
-            OperandError,
-            f"assignment to {dst!r} in HBM (err_unsupported_memory); use nl.store(dst, value)",
-        )
+    need(
+        dst.memory != "hbm",
+        f"assignment to {dst!r} in HBM (err_unsupported_memory); use nl.store(dst, value)",
+    )
     if not isinstance(value, Tensor):
         number = as_number(value)
-        if number is None:
-            raise fail(
-                OperandError,
-                f"assignment of {type(value).__name__} to a part of {dst!r}; assign a tile or a "
-                "number",
-            )
+        need(
+            number is not None,
+            f"assignment of {type(value).__name__} to a part of {dst!r}; assign a tile or a number",
+        )
         constant = in_kind(number, dst.kind)
         value = result(dst.shape, dst.kind, lambda tile, part: memset(tile, constant))
-    pending = value.pending
+    assert isinstance(value, Tensor)
+    pending = value.held if now.pending is value else None
     if pending is not None and _fits(dst, value, pending):
         now.pending = None
         try:
@@ -634,11 +609,10 @@ def assign(dst: Tensor, value: Any) -> None:
             now.lent[id(value)] = value
             return
     now.flush()
-    if value.memory == "hbm":
-        raise fail(
-            OperandError,
-            f"assignment of {value!r} in HBM (err_unsupported_memory); use nl.load first",
-        )
+    need(
+        value.memory != "hbm",
+        f"assignment of {value!r} in HBM (err_unsupported_memory); use nl.load first",
+    )
     box: Part = True
     if pending is not None and (value.shape == dst.shape or pending.box is False):
         box = pending.box
@@ -674,19 +648,20 @@ def stretched(tile: Tensor, shape: Shape, what: str, box: Part = True) -> NkiTen
     view = tile.tile()
     if len(view.shape) != len(shape) and alike(view.shape, shape):
         view = view.reshape(shape)
-    if len(view.shape) != len(shape) or any(
-        have not in (1, want) for have, want in zip(view.shape, shape, strict=True)
-    ):
-        raise no_broadcast(tile, shape, what)
+    need_broadcast(
+        len(view.shape) == len(shape)
+        and all(have in (1, want) for have, want in zip(view.shape, shape, strict=True)),
+        tile, shape, what,
+    )  # fmt: skip
     if view.shape[0] != shape[0] and tile.memory != "hbm":
         view = OPERATIONS["spread"](view, shape[0])
     for d, want in enumerate(shape):
         if view.shape[d] != want:
             view = view.broadcast(d, want)
-    return Tensor.of(view).tile(box)
+    return Tensor(view).tile(box)
 
 
-def no_broadcast(tile: Tensor, shape: Shape, what: str) -> Any:
-    """Return the error for a tile that does not broadcast to `shape`."""
+def need_broadcast(fits: bool, tile: Tensor, shape: Shape, what: str) -> None:
+    """Refuse a tile that does not broadcast to `shape`."""
     apart = tile.shape[0] != shape[0] and " (err_num_partition_mismatch)"
-    return fail(OperandError, f"{what}: {tile!r} does not broadcast to {shape}{apart or ''}")
+    need(fits, f"{what}: {tile!r} does not broadcast to {shape}{apart or ''}")
