@@ -93,21 +93,6 @@ def _begin(call: Call, *, sbuf: bool = True, single: bool = False) -> Group:
     return _group(call.machine, call.op, call.arguments["replica_group"])
 
 
-def _dimension(call: Call, sbuf: tuple[int, ...] = (), parts: int = 1) -> int:
-    """Return collective_dim, checked. sbuf: allowed there; parts: it is cut into as many."""
-    given, srcs = call.arguments["collective_dim"], call.arguments["srcs"]
-    memory = srcs[0].memory
-    allowed = sbuf if memory == "sbuf" else (0,)
-    choice = " or ".join(map(str, allowed))
-    says = f"collective_dim={given!r} of tensors in {memory.upper()}; it is {choice}"
-    call.need(given in allowed, says)
-    call.need(
-        all(s.shape[given] % parts == 0 for s in srcs),
-        f"dimension {given} does not divide by the ranks",
-    )
-    return int(given)
-
-
 def _exchange(
     call: Call,
     ranks: Group,
@@ -158,14 +143,35 @@ def _sent(machine: Machine, src: NkiTensor) -> Sent:
     return values, mask, origin
 
 
-def _reduction(op: Any) -> Combine:
-    def combine(parts: list[np.ndarray], place: int) -> np.ndarray:
-        if parts[0].dtype == np.bool_:
-            return np.asarray(np.logical_or.reduce(parts))
-        wide = (p if p.dtype.kind in "iu" else p.astype(F32) for p in parts)
-        return np.asarray(functools.reduce(op.reduce, wide))
+def _reduced(op: Any, parts: list[np.ndarray]) -> np.ndarray:
+    if parts[0].dtype == np.bool_:
+        return np.asarray(np.logical_or.reduce(parts))
+    wide = (p if p.dtype.kind in "iu" else p.astype(F32) for p in parts)
+    return np.asarray(functools.reduce(op.reduce, wide))
 
-    return combine
+
+def _in_parts(call: Call, sbuf: tuple[int, ...] = (0,), cut: bool = False) -> Steps:
+    """Exchange what is then reduced by `op`, or joined along collective_dim.
+
+    sbuf: the dimensions that this may be in SBUF; without one, tensors are in HBM only.
+    cut: a rank gets its own part of each source, of as many parts as there are ranks.
+    """
+    ranks, srcs = _begin(call, sbuf=bool(sbuf)), call.arguments["srcs"]
+    dim, op = call.arguments.get("collective_dim", 0), call.arguments.get("op")
+    count, memory = len(ranks), srcs[0].memory
+    allowed = sbuf if memory == "sbuf" else (0,)
+    choice = " or ".join(map(str, allowed))
+    says = f"collective_dim={dim!r} of tensors in {memory.upper()}; it is {choice}"
+    call.need(dim in allowed, says)
+    whole = not cut or all(s.shape[dim] % count == 0 for s in srcs)
+    call.need(whole, f"dimension {dim} does not divide by the ranks")
+
+    def combine(parts: list[np.ndarray], place: int) -> np.ndarray:
+        own = [np.split(p, count, axis=dim)[place] for p in parts] if cut else parts
+        return np.concatenate(own, axis=dim) if op is None else _reduced(op, own)
+
+    grown = Fraction(count if op is None else 1, count if cut else 1)
+    yield from _exchange(call, ranks, combine, grown=(dim, grown))
 
 
 @_reducing(operands="srcs -> dsts")
@@ -173,7 +179,7 @@ def all_reduce(
     call: Call, srcs: Any, dsts: Any, replica_group: Any, op: Any, priority: Any = None
 ) -> Steps:
     """Every dst = the reduction of all ranks' srcs."""
-    yield from _exchange(call, _begin(call), _reduction(op))
+    yield from _in_parts(call)
 
 
 @_moving()
@@ -186,10 +192,7 @@ def all_gather(
     priority: Any = None,
 ) -> Steps:
     """Every dst = all ranks' srcs, one after the other along collective_dim."""
-    ranks = _begin(call)
-    dim = _dimension(call, (0, 1))
-    grown = dim, Fraction(len(ranks))
-    yield from _exchange(call, ranks, lambda x, _: np.concatenate(x, axis=dim), grown=grown)
+    yield from _in_parts(call, sbuf=(0, 1))
 
 
 @_reducing(operands="srcs -> dsts")
@@ -203,16 +206,7 @@ def reduce_scatter(
     priority: Any = None,
 ) -> Steps:
     """Write this rank's part, along collective_dim, of the reduction of all ranks' srcs to dst."""
-    ranks = _begin(call)
-    count, reduce = len(ranks), _reduction(op)
-    dim = _dimension(call, (0,), count)
-
-    yield from _exchange(
-        call,
-        ranks,
-        lambda parts, place: np.split(reduce(parts, place), count, axis=dim)[place],
-        grown=(dim, Fraction(1, count)),
-    )
+    yield from _in_parts(call, cut=True)
 
 
 @_moving()
@@ -225,14 +219,7 @@ def all_to_all(
     priority: Any = None,
 ) -> Steps:
     """Write part i of rank j's src as part j of rank i's dst, along collective_dim."""
-    ranks = _begin(call, sbuf=False)
-    dim = _dimension(call, parts=len(ranks))
-
-    def combine(parts: list[np.ndarray], place: int) -> np.ndarray:
-        own = [np.split(p, len(parts), axis=dim)[place] for p in parts]
-        return np.concatenate(own, axis=dim)
-
-    yield from _exchange(call, ranks, combine)
+    yield from _in_parts(call, sbuf=(), cut=True)
 
 
 @_moving(op="collective_permute")
@@ -285,14 +272,14 @@ def _turn_and_reduce(
     call: Call, srcs: Any, others: Any, dsts: Any, replica_group: Any, op: Any, priority: Any
 ) -> Steps:
     """Send srcs <op> others to the ring's successor, receive from the predecessor."""
-    ranks, reduce = _begin(call, single=True), _reduction(op)
+    ranks = _begin(call, single=True)
     shapes = [[t.shape for t in tensors] for tensors in (srcs, others)]
     call.need(shapes[0] == shapes[1], "both sources must have one shape")
 
     yield from _exchange(
         call,
         ranks,
-        lambda parts, place: reduce(parts[2 * (place - 1) :][:2], place),
+        lambda parts, place: _reduced(op, parts[2 * (place - 1) :][:2]),
         others=(others,),
     )
 
