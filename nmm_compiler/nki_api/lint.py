@@ -56,15 +56,11 @@ def lint_source(
         return (_TOO_DEEP,)
     found: set[Finding] = set()
     try:
-        if lint_api.is_beta_1(tree):
-            names = Names(tree, "neuronxcc.")
-            for node in names.nodes:
-                found.update(lint_api.of_names(node, names, beta_1()))
-        else:
-            names = Names(tree)
-            for node in names.nodes:
-                found.update(lint_api.of_names(node, names, described))
-                found.update(lint_api.of_values(node, names, described))
+        old = lint_api.is_beta_1(tree)
+        names = Names(tree, "neuronxcc." if old else "")
+        for node in names.nodes:
+            found.update(lint_api.of_the_api(node, names, beta_1() if old else described))
+        if not old:
             found.update(lint_kernels.of_the_kernels(names, described))
     except RecursionError:
         return (_TOO_DEEP,)

@@ -114,32 +114,29 @@ def arguments(node: ast.Call, function: Function) -> dict[str, ast.expr]:
     return given | {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
 
 
-def of_names(node: ast.AST, names: Names, api: Api) -> Iterator[Finding]:
-    """E101 to E104, W106: names of nki; E111 to E115, E117, W117: arguments of calls."""
+def of_the_api(node: ast.AST, names: Names, api: Api) -> Iterator[Finding]:
+    """E101 to E104, W106: names of nki; E111 to E115, E117, W117: arguments of calls.
+
+    Not of Beta 1: E115, E116, E118, W115, W116: values of arguments; what is imported.
+    """
+    beta_1 = before(api.version, "0.3")
     match node:
         case ast.Attribute():
             yield from _member(node, names.resolve(node.value) or "", node.attr, api)
+        case ast.Import() | ast.ImportFrom() if not beta_1:
+            yield from _import(node, api)
         case ast.Call():
-            function = api.functions.get(names.resolve(node.func) or "")
+            path = names.resolve(node.func) or ""
+            function = api.functions.get(path)
             if function is not None:
                 for keyword in node.keywords:
                     if keyword.arg is not None and keyword.arg not in function.parameters:
                         yield _unknown_argument(keyword, keyword.arg, function, api)
                 yield from _positions(node, function)
-
-
-def of_values(node: ast.AST, names: Names, api: Api) -> Iterator[Finding]:
-    """E115, E116, E118, W115, W116: values of arguments; what is imported."""
-    match node:
-        case ast.Import() | ast.ImportFrom():
-            yield from _import(node, api)
-        case ast.Call():
-            path = names.resolve(node.func) or ""
-            if path == "nki.jit":
+                if not beta_1:
+                    yield from _values(node, path, arguments(node, function))
+            elif path == "nki.jit" and not beta_1:
                 yield from _jit(node)
-            function = api.functions.get(path)
-            if function is not None:
-                yield from _values(node, path, arguments(node, function))
 
 
 def _import(node: ast.Import | ast.ImportFrom, api: Api) -> Iterator[Finding]:
