@@ -37,7 +37,7 @@ from nmm_compiler.simulator.arguments import Binder, bind
 from nmm_compiler.simulator.language.base import shared_hbm
 from nmm_compiler.simulator.language.functions import assign
 from nmm_compiler.simulator.loading.loader import resolve
-from nmm_compiler.simulator.loading.standins import JitKernel, run_kernels_with
+from nmm_compiler.simulator.loading.standins import RUNNERS, JitKernel
 from nmm_compiler.simulator.machine import (
     CURRENT,
     MAX_RANKS,
@@ -288,7 +288,7 @@ def _result(machines: list[Machine], binder: Binder, function: Any, options: Opt
     )  # fmt: skip
 
 
-run_kernels_with(simulate)
+RUNNERS.append(simulate)
 
 
 def _load(kernel: Any) -> Any:

@@ -84,7 +84,5 @@ def _spelled(default: Any) -> str | None:
     """Return a default as a kernel writes it: enum.member, memory, dtype, or a literal."""
     if default is inspect.Parameter.empty:
         return None
-    kind = type(default).__name__
-    if hasattr(type(default), "__members__"):
-        return str(default.name) if kind == "MemoryRegion" else f"{kind}.{default.name}"
-    return "..." if default is ... else str(default) if kind == "DType" else repr(default)
+    text = repr(default) if type(default) is str else str(default)
+    return "..." if default is ... else text.removeprefix("MemoryRegion.")

@@ -89,18 +89,13 @@ def decorator(make: Callable[[Any], Any]) -> Callable[..., Any]:
 
 jit = decorator(lambda function: function if isinstance(function, JitKernel)
                 else JitKernel(function))  # fmt: skip
-_RUNNERS: list[Callable[..., Any]] = []
-
-
-def run_kernels_with(simulate: Callable[..., Any]) -> None:
-    """Set the function that runs a kernel called outside of a simulation."""
-    _RUNNERS[:] = [simulate]
+RUNNERS: list[Callable[..., Any]] = []
+"""The function that runs a kernel called outside of a simulation: `simulate`, which adds itself."""
 
 
 def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
     """Simulate a kernel; return the Simulation."""
-    (simulate,) = _RUNNERS
-    return simulate(kernel, *args, **kwargs)
+    return RUNNERS[0](kernel, *args, **kwargs)
 
 
 def simulate_kernel(kernel: Any) -> Callable[..., Any]:
