@@ -11,6 +11,7 @@ compared over all of its turns, in all turns of the outer one.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,26 +28,37 @@ from nmm_compiler.simulator.tensors.tensor import NkiTensor
 from nmm_compiler.simulator.trace import Instruction
 
 
+@dataclasses.dataclass
 class _Body:
-    """What the first turn of a loop issues: (name, arguments, line)."""
+    """What the first turn of a loop issues: (name, arguments, line); and the loops in it."""
 
-    def __init__(self) -> None:
-        self.issued: list[tuple[str, Any, int]] = []
-        self.loops: dict[int, _Body] = {}
-        self.known = False
+    issued: list[tuple[str, Any, int]] = dataclasses.field(default_factory=list)
+    loops: dict[int, _Body] = dataclasses.field(default_factory=dict)
+    known: bool = False
 
 
-class _Turn:
-    """A running turn, and its comparison with the first one.
+class _Loop:
+    """A loop that runs, and the comparison of its running turn with the first one.
 
-    numbers: of the tensors and registers that it makes: (depth of the loop, how many before).
+    step: of its variable. count: of its turns before this one. place: in the running turn.
+    numbers: of the tensors and registers that the turn makes: (depth of the loop, how many before).
     """
 
-    def __init__(self, machine: Machine, body: _Body, outer: _Turn | None) -> None:
-        self.machine, self.body, self.outer = machine, body, outer
-        self.depth: int = 0 if outer is None else outer.depth + 1
-        self.place = 0
-        self.numbers: dict[int, tuple[int, int]] = {}
+    def __init__(self, machine: Machine, name: str, *bounds: Any, step: Any = 1) -> None:
+        machine.need(
+            not isinstance(step, VirtualRegister) and int(step) > 0,
+            f"{name}: step {step!r}; use a positive compile-time integer",
+        )
+        machine.need(
+            not machine.no_reorder_depth,
+            f"{name} inside nl.no_reorder() is not supported; move it out",
+        )
+        self.machine, self.name, self.count = machine, name, 0
+        self.body, self.outer, self.depth, self.place = _Body(), machine.turn, 0, 0
+        if self.outer is not None:
+            self.depth = self.outer.depth + 1
+            self.body = self.outer.body.loops.setdefault(self.outer.place, self.body)
+            machine.note(name, *bounds, step)
 
     def note(self, what: str, values: tuple[Any, ...]) -> None:
         """Compare an instruction and its arguments with the first turn's."""
@@ -102,25 +114,6 @@ class _Turn:
         # equal numbers of two kinds are two immediates, and so are 0.0 and -0.0; NaN is one
         return repr(value) if isinstance(value, (int, float, np.generic)) else value
 
-
-class _Loop:
-    """The turns of a loop that begins now. step: of its variable."""
-
-    def __init__(self, machine: Machine, name: str, *bounds: Any, step: Any = 1) -> None:
-        machine.need(
-            not isinstance(step, VirtualRegister) and int(step) > 0,
-            f"{name}: step {step!r}; use a positive compile-time integer",
-        )
-        machine.need(
-            not machine.no_reorder_depth,
-            f"{name} inside nl.no_reorder() is not supported; move it out",
-        )
-        self.machine, self.name, self.count = machine, name, 0
-        self.body, self.outer = _Body(), machine.turn
-        if self.outer is not None:
-            self.body = self.outer.body.loops.setdefault(self.outer.place, self.body)
-            machine.note(name, *bounds, step)
-
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
         """Hold one turn: record its instructions, and compare them with the first turn's."""
@@ -133,9 +126,10 @@ class _Loop:
         )
         trace, first, made = machine.trace, len(machine.instructions), machine.storages
         trace.loop_edges.append(first)
-        machine.turn = running = _Turn(machine, self.body, self.outer)
+        machine.turn, self.place = self, 0
+        self.numbers: dict[int, tuple[int, int]] = {}
         yield
-        running.note("nothing more", ())  # no turn may issue less than the first one
+        self.note("nothing more", ())  # no turn may issue less than the first one
         self.body.known = True
         machine.turn = self.outer
         stop = len(machine.instructions)
