@@ -125,7 +125,8 @@ class Machine:
 
     assign: the function (tensor, key, value) behind `tensor[key] = value`. dialect: the state of
     NKI Beta 1 for this program, None in a kernel of the current dialect.
-    program_id: of the programs of a rank, which are `grid`. rank: of `ranks` cores that exchange
+    program_id: of the programs of a rank, which are `grid`. program: its place in `launch`, the
+        grid that the kernel sees. rank: of `ranks` cores that exchange
         data by nki.collectives.
     programs: the exchange with the other programs.
     poisoned: (view, mask, first read) of what the running instruction has read of them.
@@ -156,6 +157,8 @@ class Machine:
         self.outcomes = _outcomes_on(target)
         self.warned = 0
         self.program_id, self.grid, self.programs = program_id, grid, programs
+        self.program: tuple[int, ...] = (program_id,)
+        self.launch: tuple[int, ...] = (grid,) if grid > 1 else ()
         self.rank, self.ranks, self.options = rank, ranks, options
         self.trace = Trace()
         self.instructions = self.trace.instructions

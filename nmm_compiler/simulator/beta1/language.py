@@ -64,7 +64,8 @@ from nmm_compiler.simulator.tensors import dtypes
 from nmm_compiler.simulator.tensors.tensor import NkiTensor, kind_of
 
 _SHARED = (
-    "sbuf", "psum", "hbm", "private_hbm", "shared_hbm", "tile_size", "ds",
+    "sbuf", "psum", "hbm", "private_hbm", "shared_hbm", "tile_size", "ds", "program_id",
+    "program_ndim",
 )  # fmt: skip
 NAMES: dict[str, Any] = {name: CURRENT[name] for name in _SHARED}
 
@@ -147,16 +148,6 @@ def _full(call: str, /, fill_value: Any, **given: Any) -> Tensor:
 def _created_like(call: str, /, a: Tensor, dtype: Any, **given: Any) -> Tensor:
     shape = tuple(par_dim(s) if d == a.par and a.par else s for d, s in enumerate(a.shape))
     return _created(call, shape, a.kind if dtype is None else dtype, **given)
-
-
-@_named
-def random_seed(seed: Any, *, mask: Any = None) -> None:
-    """Seed the generator with a number or a tile of one element."""
-    session().flush()
-    if isinstance(seed, Tensor):
-        seed = in_sbuf(tensor("nl.random_seed", "seed", seed).tile())
-    if box_of(mask, (1, 1)) is not False:
-        CURRENT["random_seed"](seed)
 
 
 @_named
@@ -335,7 +326,7 @@ def _composite(short: str) -> Body:
     """Return a function that runs the current language's, over whole tiles."""
     current_function = CURRENT[short]
 
-    def function(name: str, mask: Any = None, **given: Any) -> Tensor:
+    def function(name: str, mask: Any = None, **given: Any) -> Tensor | None:
         session().flush()
         shape = next((v.shape for v in given.values() if isinstance(v, Tensor)), ())
         box = box_of(mask, shape)
@@ -347,6 +338,8 @@ def _composite(short: str) -> Body:
             if isinstance(value, Tensor):
                 given[role] = value.tile(box if value.shape == shape else True)
         made = current_function(**given)
+        if made is None:
+            return None
         if box is True or made.shape != tuple(b - a for a, b in box):
             return Tensor(made)
         return result(
@@ -404,12 +397,6 @@ def _spread(row: NkiTensor, partitions: int) -> NkiTensor:
     return wide if wide.dtype == row.dtype else copied(wide, row.dtype)
 
 
-@_named
-def expand_dims(data: Any, axis: Any) -> Any:
-    """Return a view with dimensions of size 1 at `axis`."""
-    return data.expand_dims(axis)
-
-
 def _update(dst: Tensor, short: str, value: Any) -> Tensor:
     """Do `dst += value` and kin in place; a product onto PSUM is one accumulation there."""
     now, adds = session(), short == "add" and dst.memory == "psum"
@@ -438,8 +425,11 @@ _OWN: dict[str, Body] = {
     }.items()},
     **{short: _composite(short) for short in (
         "sin", "cos", "tan", "ceil", "floor", "trunc", "mean", "var", "all", "softmax", "rms_norm",
-        "where", "dropout", "gather_flattened", "rand",
+        "where", "dropout", "gather_flattened", "rand", "random_seed",
     )},
+    "expand_dims": lambda name, data, axis: data.expand_dims(axis),
+    "finfo": lambda name, dtype: ml_dtypes.finfo(kind_of(dtype).numpy),
+    "num_programs": lambda name, axes: base.num_programs(axes),
 }  # fmt: skip
 
 
@@ -471,28 +461,6 @@ def affine_range(*args: Any, **options: Any) -> range:
     return range(*(int(a) for a in args))
 
 
-@_named
-def program_id(axis: int) -> int:
-    """Return this program's index along an axis of the launch grid."""
-    now = session()
-    return now.program[axis] if now.grid else 0
-
-
-@_named
-def num_programs(axes: Any = None) -> int:
-    """Return the number of programs along axes of the launch grid; of all without axes."""
-    grid = session().grid
-    if axes is None or not grid:
-        return math.prod(grid)
-    return math.prod(grid[axis] for axis in np.atleast_1d(axes))
-
-
-@_named
-def program_ndim() -> int:
-    """Return the number of dimensions of the launch grid."""
-    return len(session().grid)
-
-
 class Dimension(tuple):
     """A dimension of a launch grid: the core of each of its programs."""
 
@@ -518,12 +486,6 @@ class nc(int):  # noqa: N801  (the name NKI gives it)
 
     def __rmul__(self, other: Any) -> Any:
         return spmd_dim(other, self)
-
-
-@_named
-def finfo(dtype: Any) -> Any:
-    """Return the limits of a float dtype, as numpy.finfo."""
-    return ml_dtypes.finfo(kind_of(dtype).numpy)
 
 
 NAMES.update(

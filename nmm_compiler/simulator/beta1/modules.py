@@ -63,11 +63,10 @@ def _entry(function: Function, grid: Grid, checked: bool) -> Function:
                 now.read_only[value.storage.identity] = name
         tensors = _each(lambda v: Tensor(v) if isinstance(v, NkiTensor) else v, (args, kwargs))
         returned: Any = None
-        now.grid = tuple(map(len, grid))
-        every, core = itertools.product(*map(range, now.grid)), machine.program_id
+        machine.launch = tuple(map(len, grid))
+        every, core = itertools.product(*map(range, machine.launch)), machine.program_id
         mine = [program for program in every if sum(map(getitem, grid, program)) == core]
-        for program in mine:
-            now.program = program
+        for machine.program in mine:
             machine.programs.begin(machine)
             returned = function(*tensors[0], **tensors[1])
             now.flush()

@@ -101,7 +101,6 @@ class Pending:
 class Session:
     """State of one program of a Beta 1 kernel, beside its machine's.
 
-    program, grid: this program's place in the launch grid.
     lent: results that took the tile that they were assigned to, while the kernel holds them; by
         their identity.
     reductions: by storage, the places that nl.loop_reduce has written; None where something was
@@ -110,8 +109,6 @@ class Session:
     """
 
     pending: Any = None
-    program: Shape = ()
-    grid: Shape = ()
     lent: weakref.WeakValueDictionary[int, Tensor] = dataclasses.field(
         default_factory=weakref.WeakValueDictionary
     )

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import hashlib
 import linecache
+import math
 from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Any, TypeVar
@@ -257,20 +258,22 @@ def no_reorder() -> Iterator[None]:
 
 @exported
 def program_id(axis: int = 0) -> int:
-    """Return the index of this program."""
-    return current().program_id if axis == 0 else 0
+    """Return the index of this program along an axis of the launch grid."""
+    return dict(enumerate(current().program)).get(axis, 0)
 
 
 @exported
 def num_programs(axes: Any = 0) -> int:
-    """Return the number of programs."""
-    return current().grid
+    """Return the number of programs along axes of the launch grid; of all for None."""
+    launch = current().launch
+    chosen = range(len(launch)) if axes is None else np.atleast_1d(axes)
+    return math.prod(launch[axis] for axis in chosen if axis < len(launch))
 
 
 @exported
 def program_ndim() -> int:
-    """Return the number of grid dimensions: 0 without a grid."""
-    return 1 if current().grid > 1 else 0
+    """Return the number of dimensions of the launch grid: 0 without one."""
+    return len(current().launch)
 
 
 @exported
