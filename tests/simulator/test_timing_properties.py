@@ -209,14 +209,14 @@ def test_accesses_are_found_and_forgotten_among_many(data):
         }[kind]
         access = known.setdefault(str(access), access)  # a trace has one for each region
         region = storage.region(access)
-        found = [use for near in region.near for use in near.uses.values()]
+        found = region.uses_near(writing=True)
         assert sorted(found) == sorted(use for old, use in kept if overlaps(old, access))
         use = float(number), 5, number
-        if data.draw(st.booleans()):
-            region.written(use)
+        writing = data.draw(st.booleans())
+        region.note(use, writing)
+        if writing:
             kept = [(old, use) for old, use in kept if not _inside(old, access)]
-        else:
-            region.read(use)  # the last one of an engine counts
+        else:  # the last one of an engine counts
             kept = [
                 (old, use) for old, use in kept if old != access or use == region.uses.get(WRITE)
             ]

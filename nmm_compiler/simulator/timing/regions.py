@@ -106,16 +106,15 @@ class Region:
 
     uses: the last write of exactly these bytes, by `WRITE`, and the last read since then of each
     engine; later writes hide both. near: the regions that share a byte with it, of the first `seen`
-    that were used, up to `newest`.
+    that were used.
     """
 
-    __slots__ = ("access", "near", "newest", "seen", "storage", "used", "uses")
+    __slots__ = ("access", "near", "seen", "storage", "used", "uses")
 
     def __init__(self, storage: Storage, access: Access) -> None:
         self.storage, self.access = storage, access
         self.near: list[Region] = []
         self.seen, self.used = 0, False
-        self.newest: Region | None = None
         self.uses: dict[int, Use] = {}
 
     def look(self) -> None:
@@ -125,27 +124,28 @@ class Region:
         for first, behind, other in used[self.seen :]:
             if first < stop and start < behind and overlaps(other.access, access):
                 self.near.append(other)
-        self.seen, self.newest = len(used), self.storage.newest
+        self.seen = len(used)
 
-    def written(self, use: Use) -> None:
-        """Remember a write, and forget what it covers."""
-        if self.newest is not self.storage.newest:
-            self.look()
-        for other in self.near:
-            if covers(self.access, other.access):
-                other.uses.clear()
-        self._remember(WRITE, use)
+    def uses_near(self, writing: bool) -> list[Use]:
+        """Return the writes near it that no later one covers; before a write, the reads too."""
+        if writing:
+            return [use for other in self.near for use in other.uses.values()]
+        return [other.uses[WRITE] for other in self.near if WRITE in other.uses]
 
-    def read(self, use: Use) -> None:
-        """Remember a read."""
-        before = self.uses.get(use[1])
-        if before is None or use[0] > before[0]:
-            self._remember(use[1], use)
-
-    def _remember(self, key: int, use: Use) -> None:
+    def note(self, use: Use, writing: bool) -> None:
+        """Remember a write, and forget what it covers, or the last read of an engine."""
+        storage, key = self.storage, WRITE if writing else use[1]
+        if writing:
+            if self.seen < len(storage.used):
+                self.look()
+            for other in self.near:
+                if covers(self.access, other.access):
+                    other.uses.clear()
+        elif key in self.uses and use[0] <= self.uses[key][0]:
+            return
         if not self.used:
-            self.used, self.storage.newest = True, self
-            self.storage.used.append((self.access.byte_start, self.access.byte_stop, self))
+            self.used = True
+            storage.used.append((self.access.byte_start, self.access.byte_stop, self))
         self.uses[key] = use
 
 
@@ -154,7 +154,7 @@ class Storage:
 
     regions: by the identity of their access, of which a trace has one for each region; kernels
     touch the same ones again and again, so which of them overlap is found once. used: those that
-    have had a use, with their bytes; newest: the last of them.
+    have had a use, with their bytes.
     end: end of the last access so far, by `user`.
     floor: when its memory is free, negative before first use; `freed_by` frees it.
     place: all of its bytes in its memory, of a tensor that lies at an address or in one buffer.
@@ -166,7 +166,6 @@ class Storage:
         self.last_write, self.last_use, self.size = last_write, last_use, size
         self.regions: dict[int, Region] = {}
         self.used: list[tuple[int, int, Region]] = []
-        self.newest: Region | None = None
         self.user: Booking | None = None
         self.freed_by: Booking | None = None
         self.end = 0.0
@@ -178,10 +177,9 @@ class Storage:
     def region(self, access: Access) -> Region:
         """Return the region of an access; it knows all used ones that it overlaps."""
         key = id(access)
-        try:
-            region = self.regions[key]
-        except KeyError:
+        region = self.regions.get(key)
+        if region is None:
             region = self.regions[key] = Region(self, access)
-        if region.newest is not self.newest:
+        if region.seen < len(self.used):
             region.look()
         return region

@@ -41,7 +41,7 @@ from nmm_compiler.simulator.timing.costs import (
     DmaCost,
     Work,
 )
-from nmm_compiler.simulator.timing.regions import WRITE, Region, Storage, covers, overlaps
+from nmm_compiler.simulator.timing.regions import Region, Storage, covers, overlaps
 from nmm_compiler.simulator.timing.resources import Pool, Slots
 from nmm_compiler.simulator.timing.timeline import (
     AT_ONCE,
@@ -225,7 +225,7 @@ class Scheduler:
         line.tensor_throttled_us = self.tensor.throttled_us
         for storage in self.storages.values():
             for region in storage.regions.values():
-                del region.near, region.newest, region.storage
+                del region.near, region.storage
         vars(self).clear()
         return line
 
@@ -350,44 +350,30 @@ class Scheduler:
         """Return when the operands are there and the results may be written, and what that waits
         for."""
         storages, wake = self.storages, self.wake_us[engine]
-        read: list[Region] = []
-        written: list[Region] = []
-        ready, waited = 0.0, AT_ONCE
-        for access in reads:
-            storage = storages.get(access.storage)
-            if storage is None:
-                continue
-            if storage.floor < 0.0:
-                self._enter(storage)
-            if storage.put_off:
-                self._book_users(storage, access, writers_only=True)
-            region = storage.region(access)
-            read.append(region)
-            for near in region.near:
-                if WRITE in near.uses:
-                    ended, other, cause = near.uses[WRITE]
-                    when = ended + wake[other]
-                    if when > ready:
-                        ready, waited = when, (_MADE_BY[other], cause, ended)
+        touched: Touched = [], []
         own = engine if self.keeps_order[engine] else -1
-        for access in writes:
-            storage = storages[access.storage]
-            if storage.floor < 0.0:
-                self._enter(storage)
-            if storage.put_off:
-                self._book_users(storage, access)
-            region = storage.region(access)
-            written.append(region)
-            if storage.floor > 0.0:
-                when = storage.floor + self.target.engine_semaphore_seconds * US
-                if when > ready:
-                    ready, waited = when, ("memory", storage.freed_by, storage.floor)
-            for near in region.near:
-                for ended, other, cause in near.uses.values():
+        ready, waited = 0.0, AT_ONCE
+        for writing, accesses, ordered in ((False, reads, -1), (True, writes, own)):
+            for access in accesses:
+                storage = storages.get(access.storage)
+                if storage is None:
+                    continue
+                if storage.floor < 0.0:
+                    self._enter(storage)
+                if storage.put_off:
+                    self._book_users(storage, access, writers_only=not writing)
+                region = storage.region(access)
+                touched[writing].append(region)
+                if writing and storage.floor > 0.0:
+                    when = storage.floor + self.target.engine_semaphore_seconds * US
+                    if when > ready:
+                        ready, waited = when, ("memory", storage.freed_by, storage.floor)
+                for ended, other, cause in region.uses_near(writing):
                     when = ended + wake[other]
-                    if when > ready and other != own:
-                        ready, waited = when, ("reuse", cause, ended)
-        return ready, waited, (read, written)
+                    if when > ready and other != ordered:
+                        why = "reuse" if writing else _MADE_BY[other]
+                        ready, waited = when, (why, cause, ended)
+        return ready, waited, touched
 
     def _enter(self, storage: Storage) -> None:
         """Find when the memory of a storage is free: of one at an address, when the earlier tensors
@@ -425,8 +411,7 @@ class Scheduler:
                 if until > storage.end:
                     storage.end, storage.user = until, held
                 if index < (storage.last_use if writes else storage.last_write):
-                    note = region.written if writes else region.read
-                    note((until, engine, held))
+                    region.note((until, engine, held), writes)
                 elif index == storage.last_use and storage.pool is not None:
                     if storage.put_off:
                         self._book_users(storage)
