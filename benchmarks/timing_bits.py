@@ -41,7 +41,7 @@ def of_run(run: Simulation) -> str:
     """Return the digest of a run: its times, its profile, and what each instruction was."""
     line, trace = run.profile.timeline, run.trace
     parts = [
-        run.profile.to_json(), line.start, line.end, line.interval_end,
+        run.profile.to_json(), line.end,
         [[(held.kind, held.row, held.start, held.stop) for held in each] for each in line.bookings],
         sorted(line.busy_us.items()),
         [line.engine(i) for i in range(len(line.end))], line.dma_engine_busy_us,

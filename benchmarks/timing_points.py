@@ -47,9 +47,7 @@ BARS = {"mean": 0.10, "worst": 0.25, "vector": 0.15}
 def _scalar_in_flight(profile: Profile) -> float:
     line = profile.timeline
     return sum(
-        line.end[index] - line.start[index]
-        for index in range(len(line.end))
-        if line.engine(index) == "scalar"
+        line.end[held.index] - held.start for held in line.held("engine") if held.row == "scalar"
     )
 
 

@@ -9,7 +9,7 @@ import weakref
 import numpy as np
 import pytest
 from simulator_kernels import kernel_file
-from trace_builder import Builder, Scene, profile_trace
+from trace_builder import Builder, Scene, profile_trace, starts, stops
 
 from nmm_compiler import targets
 from nmm_compiler.codegen.build import build_kernel
@@ -372,7 +372,7 @@ def test_waits_and_work_of_each_engine_tile_the_latency(timeline):
     for index, instruction in enumerate(timeline.trace.instructions):
         if instruction.engine != "dma":
             engine = timeline.engine(index)
-            us = timeline.interval_end[index] - timeline.start[index]
+            us = stops(timeline)[index] - starts(timeline)[index]
             worked[engine] = worked.get(engine, 0.0) + us
     idle = waits(timeline)
     assert set(idle) == set(worked)

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 from simulator_kernels import run
-from trace_builder import STEADY, TRN1, TRN2, Scene, load, matmuls, transfers, us
+from trace_builder import STEADY, TRN1, TRN2, Scene, load, matmuls, starts, stops, transfers, us
 
 from nmm_compiler.simulator.timing.costs import dma_cost, other_cost
 from nmm_compiler.simulator.timing.schedule import time_trace, time_traces
@@ -68,9 +68,9 @@ def dma(rows, columns, memories="sbuf hbm", dtype=B, first=0, flags=""):
 def test_matmul_interval(target, n, dtype, flags, cycles):
     timeline = time_trace(matmuls(3, n, dtype, flags), target)
     held = pytest.approx(us(cycles, target.tensor_clock_hz))
-    assert timeline.start[2] - timeline.start[1] == held
+    assert starts(timeline)[2] - starts(timeline)[1] == held
     fill = target.tensor_latency_seconds * 1e6
-    assert timeline.end[2] - timeline.start[2] - fill == held
+    assert timeline.end[2] - starts(timeline)[2] - fill == held
     assert timeline.tensor_throttled_us == 0.0
 
 
@@ -86,21 +86,21 @@ def test_short_contractions_slow_float32_products(rows, step, passes):
         tensor out weight[:{rows},:] moving[:{rows},::{step}]
     """
     )
-    start = time_trace(Scene(scene).trace, STEADY).start[1]
+    start = starts(time_trace(Scene(scene).trace, STEADY))[1]
     assert start == pytest.approx(us(passes * 512 + 16, 2.4e9))  # 64 rows: 1,707 ns measured
 
 
 def test_clock_ramp_starts_at_half_and_ends():
     timeline = time_trace(matmuls(40), TRN2)
     full = us(521, 2.4e9)
-    intervals = [b - a for a, b in itertools.pairwise(timeline.start)]
+    intervals = [b - a for a, b in itertools.pairwise(starts(timeline))]
     assert intervals[0] == pytest.approx(2 * full)
     assert {round(i / full, 6) for i in intervals} == {2.0, 1.0}  # half the clock, then all
     assert all(b < a + 1e-9 for a, b in itertools.pairwise(intervals))
     slow = sum(interval > full * 1.001 for interval in intervals)
     ramp = sum(intervals[:slow])
     assert ramp == pytest.approx(3.7, abs=intervals[0])  # microseconds, measured: 3.5 to 3.9
-    assert timeline.tensor_throttled_us == pytest.approx(timeline.start[-1] + full - 40 * full)
+    assert timeline.tensor_throttled_us == pytest.approx(starts(timeline)[-1] + full - 40 * full)
 
 
 @pytest.mark.parametrize(("gap_columns", "slow_again"), [(600, False), (2600, True)])
@@ -118,7 +118,7 @@ def test_clock_ramp_engages_again_after_an_idle_gap(gap_columns, slow_again):
         tensor out stationary moving[:,:512]
     """).trace, TRN2)  # fmt: skip
     full = us(4 * 512 + 16, 2.4e9)
-    took = timeline.interval_end[-1] - timeline.start[-1]
+    took = stops(timeline)[-1] - starts(timeline)[-1]
     assert took == pytest.approx(2 * full if slow_again else full)
 
 
@@ -205,8 +205,8 @@ def test_a_table_loads_when_the_function_changes_and_is_work_of_scalar():
     )
     trace = Scene("sbuf source 128x512\n" + calls).trace
     timeline = time_trace(trace, TRN2)
-    assert timeline.start[0] == pytest.approx(1.3)
-    loads = [held.stop - held.start for held in timeline.by_kind["table"]]
+    assert starts(timeline)[0] == pytest.approx(1.3)
+    loads = [held.stop - held.start for held in timeline.held("table")]
     assert loads == [pytest.approx(1.3)] * 3
     del trace.instructions[1:]
     alone = time_trace(trace, TRN2).busy_us["scalar"]
@@ -241,9 +241,9 @@ def test_independent_work_fills_the_stalls_of_tiny_instructions(columns, filled)
     interval = us(max(columns + 20, 64), 1.12e9)
     stalled = us(columns + 100, 1.12e9) - interval
     moved, kept = (time_trace(trace, TRN1, reorder=order) for order in (True, False))
-    assert max(kept.interval_end) == pytest.approx(100 * interval + 50 * stalled)
+    assert max(stops(kept)) == pytest.approx(100 * interval + 50 * stalled)
     least = 100 * interval + (0 if filled else 50 * stalled)
-    assert max(moved.interval_end) == pytest.approx(least, abs=2 * (interval + stalled))
+    assert max(stops(moved)) == pytest.approx(least, abs=2 * (interval + stalled))
 
 
 @pytest.mark.parametrize(("target", "on_scalar"), [(TRN1, 3), (TRN2, 0)])
@@ -264,9 +264,9 @@ def test_cores_wait_for_each_other_at_a_barrier():
     short, long = (Scene(tensors + n * copy + barrier + after).trace for n in (1, 9))
     lines = time_traces([short, long], TRN2)
     arrival = max(lines[1].end[:9])
-    assert lines[0].start[-1] >= arrival > max(lines[0].end[:1])
-    assert lines[1].start[-1] >= arrival
-    assert time_trace(short, TRN2).start[-1] < arrival
+    assert starts(lines[0])[-1] >= arrival > max(lines[0].end[:1])
+    assert starts(lines[1])[-1] >= arrival
+    assert starts(time_trace(short, TRN2))[-1] < arrival
 
 
 # -- transfers -------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trace_builder import STEADY, TRN1, TRN2, Builder, Scene, touched, transfers
+from trace_builder import STEADY, TRN1, TRN2, Builder, Scene, starts, stops, touched, transfers
 
 from nmm_compiler import targets
 from nmm_compiler.simulator.timing.costs import ENGINES
@@ -78,14 +78,14 @@ def test_dependences_hold(trace, target, reorder):
             raw = any(meets(w, r) for w in first.writes for r in second.reads)
             waw = any(meets(w, x) for w in first.writes for x in second.writes)
             war = any(meets(r, w) for r in first.reads for w in second.writes)
-            begin = timeline.start[late]
+            begin = starts(timeline)[late]
             if raw and not (same and first.engine == "tensor"):
                 assert begin >= timeline.end[early] + wake[b][a] - TINY
             if waw:
-                least = timeline.interval_end[early] if same else timeline.end[early] + wake[b][a]
+                least = stops(timeline)[early] if same else timeline.end[early] + wake[b][a]
                 assert begin >= least - TINY
             if war:
-                least = timeline.interval_end[early] + (0.0 if same else wake[b][a])
+                least = stops(timeline)[early] + (0.0 if same else wake[b][a])
                 assert begin >= least - TINY
 
 
@@ -95,7 +95,7 @@ def test_nothing_does_two_things_at_once(trace, target, reorder):
     timeline = time_trace(trace, target, reorder=reorder)
     for engine in ENGINES[:-1]:
         indices = [i for i, ins in enumerate(trace.instructions) if ins.engine == engine]
-        spans = [(timeline.start[i], timeline.interval_end[i]) for i in indices]
+        spans = [(starts(timeline)[i], stops(timeline)[i]) for i in indices]
         if not reorder:
             assert spans == sorted(spans)  # program order
             assert no_overlap(spans)
@@ -149,7 +149,7 @@ def test_nothing_crosses_the_edge_of_a_turn(trace, target, data):
     for edge in trace.loop_edges:
         ended = max(timeline.end[:edge], default=0.0)
         for index in range(edge, count):
-            assert timeline.start[index] >= ended - TINY
+            assert starts(timeline)[index] >= ended - TINY
 
 
 def patterns(steps):

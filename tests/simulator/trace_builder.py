@@ -159,7 +159,7 @@ class Scene:
         index = self.names[name]
         if what == "issued":
             return timeline.bookings[index][0].stop
-        times = {"": timeline.start, "end": timeline.end, "free": timeline.interval_end}
+        times = {"": starts(timeline), "end": timeline.end, "free": stops(timeline)}
         return times[what][index]
 
 
@@ -174,6 +174,17 @@ def profile_trace(trace, target):
 def transfers(timeline):
     """Return {index: bookings} of the DMAs: the queue, then the DMA engines."""
     return {held[0].index: held for held in timeline.bookings if held[0].kind == "queue"}
+
+
+def starts(timeline):
+    """Return when each instruction starts."""
+    return [first.start for first, *_ in timeline.bookings]
+
+
+def stops(timeline):
+    """Return when the engine of each can take the next one; of a DMA, its end."""
+    times = zip(timeline.bookings, timeline.end, strict=True)
+    return [end if first.kind == "queue" else first.stop for (first, *_), end in times]
 
 
 def us(cycles, hz):

@@ -100,7 +100,7 @@ def _without_costs(timeline: Timeline) -> Iterator[Advice]:
     Each: (whether the timeline shows it, what is seen, the remedy, lines, what is timed instead).
     """
     trace, target = timeline.trace, timeline.target
-    moving = [trace.instructions[held.index] for held in timeline.by_kind["queue"]]
+    moving = [trace.instructions[held.index] for held in timeline.held("queue")]
     short: dict[int, int] = {}
     for instruction in moving:
         line, run = instruction.line, dma_cost(target, instruction).run_bytes
@@ -123,7 +123,7 @@ def _without_costs(timeline: Timeline) -> Iterator[Advice]:
         (timeline.tensor_throttled_us, "TensorE starts at half its clock after each pause",
          "products without pauses", (), {"tensor_ramp_seconds": 0.0}),
         (waits(timeline).get("scalar", {}).get("table"),
-         f"ScalarE loads {len(timeline.by_kind['table'])} activation tables",
+         f"ScalarE loads {len(timeline.held('table'))} activation tables",
          "each function used in one stretch", (), {"activation_table_load_seconds": 0.0}),
     )  # fmt: skip
     for matters, seen, remedy, lines, changed in bounds:

@@ -46,8 +46,9 @@ class Step:
     """A stretch of the critical path: from start_us to stop_us the latency depends on this
     instruction.
 
-    what: "compute", "issue", "start" (a DMA's latency before bytes move), "move", "signal" (the
-    semaphore from the instruction to the next), "table" or "other".
+    what: "compute", "issue", "start" (what comes before: a DMA's descriptors from GpSimd, or its
+    latency before bytes move), "move", "signal" (the semaphore from the instruction to the next)
+    or "table".
     why: a key of `WHY`: what the instruction waited for before it started.
     """
 
@@ -56,11 +57,6 @@ class Step:
     start_us: float
     stop_us: float
     why: str
-
-    @property
-    def us(self) -> float:
-        """The length in microseconds."""
-        return self.stop_us - self.start_us
 
 
 _WHAT = {"engine": "compute", "queue": "issue", "dma engines": "move", "table": "table"}
@@ -77,11 +73,9 @@ def critical_path(timeline: Timeline) -> list[Step]:
         steps.append(Step(held.index, _WHAT[held.kind], start, until, held.why))
         until = min(held.since, start)
         if start - until > _SAME_US:
-            what = "other"
-            if held.cause is not None:
-                what = "start" if held.cause.index == held.index else "signal"
-            index = held.index if held.cause is None else held.cause.index
-            steps.append(Step(index, what, until, start, held.why))
+            before = held.cause or held
+            what = "start" if before.index == held.index else "signal"
+            steps.append(Step(before.index, what, until, start, held.why))
         held = held.cause
     return steps[::-1]
 
@@ -117,7 +111,7 @@ def shares(timeline: Timeline, *, lines: bool) -> tuple[Share, ...]:
         groups.setdefault(key, []).append(index)
     path: dict[int, float] = collections.defaultdict(float)
     for step in critical_path(timeline):
-        path[step.index] += step.us
+        path[step.index] += step.stop_us - step.start_us
     found = [_share(timeline, indices, path, lines) for indices in groups.values()]
     return tuple(sorted(found, key=lambda share: (-share.path_us, -share.engine_us)))
 
@@ -156,7 +150,7 @@ def waits(timeline: Timeline) -> dict[str, dict[str, float]]:
     """
     found: dict[str, dict[str, float]] = {}
     free: dict[str, float] = collections.defaultdict(float)
-    for held in sorted(timeline.by_kind["engine"], key=lambda held: held.stop):
+    for held in sorted(timeline.held("engine"), key=lambda held: held.stop):
         engine = str(held.row)
         kinds, idle = found.setdefault(engine, {}), held.start - free[engine]
         if idle > _SAME_US:

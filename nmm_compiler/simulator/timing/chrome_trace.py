@@ -60,8 +60,8 @@ def _events(timeline: Timeline, prefix: str) -> Iterator[Event]:
     yield _named("process_name", _CORE, 0, core)
     yield _named("process_name", _DMA, 0, f"{prefix}DMA (simulated)")
     engines = [("engine", name, title) for name, title in ENGINE_NAMES.items() if name != "dma"]
-    queues = sorted({str(held.row) for held in timeline.by_kind["queue"]})
-    movers = sorted({int(held.row) for held in timeline.by_kind["dma engines"]})
+    queues = sorted({str(held.row) for held in timeline.held("queue")})
+    movers = sorted({int(held.row) for held in timeline.held("dma engines")})
     dma: list[tuple[str, str | int, str]] = [
         *(("queue", name, f"queue {name} (issue)") for name in queues),
         *(("dma engines", number, f"DMA engine {number}" if number >= 0 else _ALIKE)

@@ -85,7 +85,7 @@ def unmodelled(timeline: Timeline) -> tuple[str, ...]:
         return sum(kind.count for kind in kinds if holds(kind.first))
 
     barriers = count(ENGINES, lambda i: i.op == "core_barrier")
-    queues = sorted({str(held.row) for held in timeline.by_kind["queue"]})
+    queues = sorted({str(held.row) for held in timeline.held("queue")})
     unset = count(("vector",), lambda i: i.attributes.get("unset"))
     chosen = "ScalarE" if target.unset_engine_prefers_scalar else "VectorE"
     measured = any(source.kind == "measured" for source in target.sources.values())

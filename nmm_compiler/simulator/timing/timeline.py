@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 
@@ -76,31 +75,13 @@ class Timeline:
         """Return the engine that an instruction ran on, which the kernel may have left open."""
         return ENGINES[self.work(index).engine]
 
-    @property
-    def start(self) -> list[float]:
-        """When each instruction starts."""
-        return [first.start for first, *_ in self.bookings]
-
-    @property
-    def interval_end(self) -> list[float]:
-        """When the engine of each instruction can take the next one; of a DMA, its end."""
-        return [
-            end if first.kind == "queue" else first.stop
-            for end, (first, *_) in zip(self.end, self.bookings, strict=True)
-        ]
-
     def last(self, index: int) -> Booking:
         """Return the booking that gives an instruction's result."""
         return max(self.bookings[index], key=lambda held: held.stop)
 
-    @functools.cached_property
-    def by_kind(self) -> dict[str, list[Booking]]:
-        """The bookings of each kind."""
-        found: dict[str, list[Booking]] = collections.defaultdict(list)
-        for several in self.bookings:
-            for held in several:
-                found[held.kind] += [held]
-        return found
+    def held(self, kind: str) -> list[Booking]:
+        """Return the bookings of a kind, in program order."""
+        return [held for several in self.bookings for held in several if held.kind == kind]
 
     @functools.cached_property
     def latency_us(self) -> float:
@@ -115,11 +96,11 @@ class Timeline:
         """
         spans: dict[str, Spans] = {name: [] for name in ENGINES}
         last_us = (self.target.dma_engines - 1) * stagger_us(self.target)
-        for held in self.by_kind["engine"]:
+        for held in self.held("engine"):
             spans[str(held.row)] += [(held.start, self.end[held.index])]
-        for held in self.by_kind["table"]:
+        for held in self.held("table"):
             spans["scalar"] += [(held.start, held.stop)]
-        for held in self.by_kind["dma engines"]:
+        for held in self.held("dma engines"):
             stop = held.stop + last_us if held.row == -1 else held.stop
             spans["dma"] += [(held.start, stop)]
         return {name: _covered(found) for name, found in spans.items()}
@@ -129,7 +110,7 @@ class Timeline:
         """Transfer time summed over the DMA engines."""
         return sum(
             (held.stop - held.start) * (self.target.dma_engines if held.row == -1 else 1)
-            for held in self.by_kind["dma engines"]
+            for held in self.held("dma engines")
         )
 
 

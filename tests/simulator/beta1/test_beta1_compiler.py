@@ -2,6 +2,7 @@
 
 import pytest
 from beta1_helpers import run
+from trace_builder import starts
 
 from nmm_compiler.simulator.run import ArraySpec
 
@@ -46,7 +47,7 @@ def turn_us(body, target):
     shapes = ArraySpec((128, 2048), "float32"), ArraySpec((2048, 512), "float32")
     result = run(body, *shapes, mode="timing", target=target)
     line = result.profile.timeline
-    loads = [line.start[i] for i, ins in enumerate(line.trace.instructions)
+    loads = [starts(line)[i] for i, ins in enumerate(line.trace.instructions)
              if ins.op == "dma_copy" and ins.writes[0].memory == "sbuf"]  # fmt: skip
     return (loads[-1] - loads[1]) / (len(loads) - 2)
 
