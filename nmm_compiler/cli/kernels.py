@@ -38,7 +38,8 @@ from nmm_compiler.simulator.run import ArraySpec
 from nmm_compiler.simulator.run import simulate as run_file
 from nmm_compiler.simulator.tensors import dtypes
 from nmm_compiler.simulator.timing.causes import statement
-from nmm_compiler.simulator.timing.profile import Profile, write_trace
+from nmm_compiler.simulator.timing.chrome_trace import write_trace
+from nmm_compiler.simulator.timing.profile import Profile
 
 _FIXED = {"variant", "family"}
 _LARGEST_ARRAY_BYTES = 1 << 40

@@ -403,5 +403,5 @@ def test_only_an_index_is_no_data():
         dma out left index
         dma out left right indirect=1
     """)
-    read = [dma_cost(TRN2, ins).read_bytes for ins in scene.trace.instructions]
-    assert read == [2 * 128 * 256, 128 * 256, 128 * 256]
+    rows = [dma_cost(TRN2, ins).descriptors for ins in scene.trace.instructions]
+    assert rows == [2 * 128, 128, 128]

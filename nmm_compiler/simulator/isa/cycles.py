@@ -31,27 +31,27 @@ def _fast_mode(target: Target, instruction: Instruction, engine: str) -> float:
     tensors = [
         a for a in instruction.operands if a.elements_per_partition > 1 or a in instruction.writes
     ]
-    small = set(_SIXTEEN_BIT)
-    if target.vector_fast_float8:
-        small |= FLOAT8
-    if any(a.dtype not in small for a in tensors):
-        sizes = [a.item_bytes for a in tensors]
-        plain = all(a.memory == "sbuf" and a.inner_step == a.item_bytes for a in tensors)
-        return 2.0 if engine == "vector" and plain and sizes[-1] <= sizes[0] else 1.0
     contiguous = all(a.inner_step == a.item_bytes for a in tensors)
     in_psum = sum(a.memory == "psum" for a in tensors)
-    if engine == "scalar":  # trn3: two elements a cycle on 16-bit data
-        return 2.0 if target.scalar_fast_modes else 1.0
-    if in_psum == 0:
-        return 4.0 if contiguous else 2.0
-    return 2.0 if in_psum == 1 and contiguous else 1.0
+    small = _SIXTEEN_BIT | (FLOAT8 if target.vector_fast_float8 else frozenset())
+    if any(a.dtype not in small for a in tensors):
+        widens = tensors[-1].item_bytes > tensors[0].item_bytes
+        fast = engine == "vector" and contiguous and not in_psum and not widens
+    elif engine == "scalar":  # trn3: two elements a cycle on 16-bit data
+        fast = target.scalar_fast_modes
+    else:
+        if contiguous and not in_psum:
+            return 4.0
+        fast = not in_psum or (in_psum == 1 and contiguous)
+    return 2.0 if fast else 1.0
 
 
-def linear(times: float = 1.0, over: float = 1.0, fixed: str = "") -> Cycles:
-    """`times` cycles for every `over` elements, after the cycles of a field of the target."""
+def linear(times: float | str = 1.0, over: float = 1.0, fixed: float | str = 0) -> Cycles:
+    """`times` cycles for `over` elements, after `fixed` ones; numbers or fields of the target."""
 
     def cycles(target: Target, instruction: Instruction, engine: str, n: int) -> float:
-        return float((getattr(target, fixed) if fixed else 0) + times * n / over)
+        before, each = (getattr(target, x) if isinstance(x, str) else x for x in (fixed, times))
+        return float(before + each * n / over)
 
     return cycles
 
@@ -101,11 +101,6 @@ def memset(target: Target, instruction: Instruction, engine: str, n: int) -> flo
     if all(a.dtype in _SIXTEEN_BIT for a in instruction.writes):
         return float(n) if instruction.attributes.get("nonzero") else n / 2.0
     return target.vector_memset_cycles * n if engine == "vector" else float(n)
-
-
-def reciprocal(target: Target, instruction: Instruction, engine: str, n: int) -> float:
-    """Several cycles an element on VectorE."""
-    return target.vector_reciprocal_cycles * n if engine == "vector" else float(n)
 
 
 def local_gather(target: Target, instruction: Instruction, engine: str, n: int) -> float:

@@ -274,7 +274,7 @@ def scalar_tensor_tensor(
     engines="vector",
     operands="data[P F] -> dst[P F]",
     streams="data",
-    cycles=cycles.reciprocal,
+    cycles=cycles.linear("vector_reciprocal_cycles"),
 )
 def reciprocal(call: Call, dst: Any, data: Any) -> None:
     """dst = 1 / data on VectorE."""

@@ -31,30 +31,40 @@ _CORE, _DMA = 1, 2
 _PROCESSES_EACH = 10
 
 
-def write_chrome_traces(timelines: Mapping[str, Timeline], path: str | Path) -> Path:
-    """Write several timelines, the cores of a grid or rival schedules, below each other.
+def write_trace(profiles: Mapping[str, Any], path: str | Path) -> Path:
+    """Write the timelines of `profiles` to `path`, one below the other.
 
-    Each has processes of its own, named after its key if it has one. The file is written whole or
-    not at all. Raises OutputError.
+    The file is written whole or not at all.
+
+    Args:
+        profiles: by name: the cores of a grid, or rival schedules. Each has processes of its own,
+            named after it if it has a name.
+        path: a file for ui.perfetto.dev.
+
+    Returns:
+        The path.
+
+    Raises:
+        SimulationError: a profile came from JSON.
+        OutputError: the file cannot be written.
     """
+    timelines = {name: profile.timeline for name, profile in profiles.items()}
+    arrows = itertools.count()  # different for every arrow of the file
 
     def chunks() -> Iterator[str]:
-        arrows, before = 0, '{"displayTimeUnit": "ns", "traceEvents": [\n'
+        before = '{"displayTimeUnit": "ns", "traceEvents": [\n'
         for number, (name, timeline) in enumerate(timelines.items()):
-            for event in _events(timeline, name and f"{name}: "):
+            for event in _events(timeline, name and f"{name}: ", arrows):
                 shown = {**event, "pid": event["pid"] + number * _PROCESSES_EACH}
-                if "id" in event:  # different for every arrow of the file
-                    shown["id"] += arrows
                 shown |= {key: event[key] / 1000 + 1e-4 for key in ("ts", "dur") if key in event}
                 yield before + json.dumps(shown)
                 before = ",\n"
-            arrows += len(timeline.trace.instructions)
         yield "\n]}\n"
 
     return write_text(path, chunks())
 
 
-def _events(timeline: Timeline, prefix: str) -> Iterator[Event]:
+def _events(timeline: Timeline, prefix: str, arrows: Iterator[int]) -> Iterator[Event]:
     """Yield the names of the rows, slices and arrows."""
     core = f"{prefix}NeuronCore {timeline.target.name} (simulated)"
     yield _named("process_name", _CORE, 0, core)
@@ -82,7 +92,7 @@ def _events(timeline: Timeline, prefix: str) -> Iterator[Event]:
         free[row] = slices[held]["ts"] + slices[held]["dur"]
         yield slices[held]
         if held.cause in slices and held.kind in ("engine", "queue"):
-            yield from _arrow(held, slices[held.cause], slices[held])
+            yield from _arrow(held, slices[held.cause], slices[held], next(arrows))
 
 
 def _slice(timeline: Timeline, held: Booking, row: Row, free: int) -> Event:
@@ -94,34 +104,31 @@ def _slice(timeline: Timeline, held: Booking, row: Row, free: int) -> Event:
     stop = round(held.stop * 1000)
     start = min(max(round(held.start * 1000), free), stop)
     instruction = timeline.trace.instructions[held.index]
-    name, args = instruction.name or instruction.op, {"index": held.index}
+    name = instruction.name or instruction.op
+    args: dict[str, Any] = {"index": held.index}
     if held.kind == "table":
         name = "activation table load"
     elif held.kind != "dma engines":
-        args |= _arguments(timeline, held.index)
+        latency = timeline.end[held.index] - timeline.bookings[held.index][0].start
+        args |= {
+            "op": instruction.op,
+            "source": f"{instruction.file}:{instruction.line}",
+            "latency_us": round(latency, 4),
+        }
+        args |= {
+            key: value if isinstance(value, (int, float, str)) else str(value)
+            for key, value in instruction.attributes.items()
+            if value is not None and value is not False
+        }
+    if held.kind == "queue":
+        args |= {name: getattr(timeline.work(held.index).dma, name) for name in _OF_DMA}
     return {
         "ph": "X", "name": name, "pid": row[0], "tid": row[1], "ts": start, "dur": stop - start,
         "args": args,
     }  # fmt: skip
 
 
-def _arguments(timeline: Timeline, index: int) -> dict[str, Any]:
-    """Return what a slice says of an instruction."""
-    instruction, cost = timeline.trace.instructions[index], timeline.work(index).dma
-    args: dict[str, Any] = {
-        "op": instruction.op,
-        "source": f"{instruction.file}:{instruction.line}",
-        "latency_us": round(timeline.end[index] - timeline.bookings[index][0].start, 4),
-    }
-    for key, value in instruction.attributes.items():
-        if value is not None and value is not False:
-            args[key] = value if isinstance(value, (int, float, str)) else str(value)
-    if cost is not None:
-        args |= {name: getattr(cost, name) for name in _OF_DMA}
-    return args
-
-
-def _arrow(held: Booking, source: Event, sink: Event) -> Iterator[Event]:
+def _arrow(held: Booking, source: Event, sink: Event, number: int) -> Iterator[Event]:
     """Yield both ends of an arrow, if a booking waits for a result or for operands.
 
     A slice shorter than a nanosecond cannot hold an end of an arrow.
@@ -129,7 +136,7 @@ def _arrow(held: Booking, source: Event, sink: Event) -> Iterator[Event]:
     wanted = held.why in ("result", "load", "reuse") and sink["ts"] >= source["ts"]
     if wanted and source["dur"] and sink["dur"]:
         name = "load to use" if held.why == "load" else "semaphore"
-        arrow = {"name": name, "cat": "flow", "id": held.index + 1}
+        arrow = {"name": name, "cat": "flow", "id": number}
         last = source["ts"] + source["dur"] - 1  # within the slice, which ends before its stop
         yield {"ph": "s", **arrow, "pid": source["pid"], "tid": source["tid"], "ts": last}
         yield {**arrow, "ph": "f", "pid": sink["pid"], "tid": sink["tid"], "ts": sink["ts"],

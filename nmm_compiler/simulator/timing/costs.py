@@ -141,8 +141,6 @@ class DmaCost:
     stores: all that it writes is in HBM.
     """
 
-    read_bytes: int
-    write_bytes: int
     hbm_read_bytes: int
     hbm_write_bytes: int
     descriptors: int
@@ -167,10 +165,9 @@ def dma_cost(target: Target, instruction: Instruction) -> DmaCost:
     transpose = attributes.get("transpose", False)
     reads = [a for a in instruction.reads if not _is_index(a, instruction)]
     writes = list(instruction.writes)
-    read_bytes, write_bytes = _bytes(reads), _bytes(writes)
     hbm_read = _bytes(a for a in reads if a.memory == "hbm")
     hbm_write = _bytes(a for a in writes if a.memory == "hbm")
-    moved = max(read_bytes, write_bytes, 1)
+    moved = max(_bytes(reads), _bytes(writes), 1)
     rate = target.dma_bytes_per_second_per_engine
     if hbm_read or hbm_write:
         passes = 2 if hbm_read and hbm_write else 1
@@ -199,8 +196,6 @@ def dma_cost(target: Target, instruction: Instruction) -> DmaCost:
     largest = max(weight for _, weight in shares) / total
     tail = target.dma_read_latency_fraction * hbm_read * largest
     cost = DmaCost(
-        read_bytes=read_bytes,
-        write_bytes=write_bytes,
         hbm_read_bytes=hbm_read,
         hbm_write_bytes=hbm_write,
         descriptors=descriptors,

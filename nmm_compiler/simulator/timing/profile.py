@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -21,7 +21,7 @@ from nmm_compiler.report.text import counted
 from nmm_compiler.simulator.timing import causes
 from nmm_compiler.simulator.timing.advice import Advice, advice_table, advise
 from nmm_compiler.simulator.timing.causes import Step, critical_path
-from nmm_compiler.simulator.timing.chrome_trace import write_chrome_traces
+from nmm_compiler.simulator.timing.chrome_trace import write_trace as write_trace
 from nmm_compiler.simulator.timing.costs import US, tensor_dtype
 from nmm_compiler.simulator.timing.evidence import ErrorBand, band_of, unmodelled
 from nmm_compiler.simulator.timing.regions import distinct_bytes
@@ -121,7 +121,7 @@ class Profile(Shown, Record):
 
     def to_chrome_trace(self, path: str | Path) -> Path:
         """Write the timeline as Chrome JSON (opens in ui.perfetto.dev); return the path."""
-        return write_chrome_traces({"": self.timeline}, path)
+        return write_trace({"": self}, path)
 
     def by_line(self) -> tuple[causes.Share, ...]:
         """Return the source lines, the one with the largest part of the critical path first.
@@ -258,7 +258,8 @@ def profile_timeline(timeline: Timeline) -> Profile:
             transpose_flops += of_products
         elif of_products:
             flops += of_products
-            ideal_us += of_products / _peak(target, first) * US
+            wide = "float32" if tensor_dtype(first) == "float32" else "bfloat16"
+            ideal_us += of_products / (_rows(first) * target.peak_flops_per_second(wide)) * US
     minimal = minimal_hbm_bytes(trace)
     memory_us = minimal / target.memory_bytes_per_second * US
     latency = timeline.latency_us
@@ -342,29 +343,5 @@ def _rows(instruction: Instruction) -> int:
     return {None: 1, "none": 1, "mx": 4}.get(instruction.attributes.get("perf_mode"), 2)
 
 
-def _peak(target: Target, instruction: Instruction) -> float:
-    """Return the peak that this product's dtype and mode could reach."""
-    if tensor_dtype(instruction) == "float32":
-        return target.peak_flops_per_second("float32")
-    return _rows(instruction) * target.peak_flops_per_second()
-
-
 def _share(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
-
-
-def write_trace(profiles: Mapping[str, Profile], path: str | Path) -> Path:
-    """Write the timelines of `profiles` to `path`, one below the other.
-
-    Args:
-        profiles: by name: the cores of a grid, or rival schedules.
-        path: a file for ui.perfetto.dev.
-
-    Returns:
-        The path.
-
-    Raises:
-        SimulationError: a profile came from JSON.
-        OutputError: the file cannot be written.
-    """
-    return write_chrome_traces({name: p.timeline for name, p in profiles.items()}, path)
