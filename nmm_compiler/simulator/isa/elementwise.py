@@ -112,32 +112,6 @@ def _filled(dst: NkiTensor, value: Any) -> np.ndarray:
     return np.full(dst.shape, value, F32 if dst.dtype.kind == "float" else dst.dtype.numpy)
 
 
-def _check_bitvec(call: Call, chosen: str, *operands: Any) -> None:
-    """Check the engine and the dtypes of a bit operator."""
-    call.need(chosen == "vector", f"bit operators run on the vector engine, not {chosen}")
-    for value in operands:
-        integer = value.__class__ is NkiTensor and value.dtype.kind in ("int", "bool")
-        if value.__class__ is not NkiTensor:
-            integer = not isinstance(value, (float, np.floating)) or float(value).is_integer()
-        call.need(integer, "bit operators need integers; use .view(dtype) for a tensor's bits")
-
-
-def check_unary(call: Call, role: str, function: Op, value: Any) -> None:
-    """Check that a unary operator gets no operand and a binary one does."""
-    if "unary" in function.kind:
-        call.need(
-            value is None or (value.__class__ is not NkiTensor and value == 0),
-            f"nl.{function.name} takes no operand; {role} must be None or 0",
-            UnsupportedInstructionError,
-        )
-    elif function.kind != "bypass":
-        call.need(
-            value is not None,
-            f"nl.{function.name} needs {role}, which is None",
-            UnsupportedInstructionError,
-        )
-
-
 def _exact(function: Any, a: Any, b: Any, dtype: Any) -> np.ndarray:
     """Return native 32-bit integer arithmetic (GpSimd), wrapping as the hardware's registers."""
     wide = function(a.astype(np.int64), b.astype(np.int64))
@@ -171,9 +145,7 @@ def tensor_tensor(
     in_psum = any(view.memory == "psum" for view in views)
     chosen = call.choose("gpsimd" if power or (integers and not in_psum) else "vector")
     call.need(not power or chosen == "gpsimd", "nl.power runs on GpSimd; leave engine unset")
-    if bitvec:
-        _check_bitvec(call, chosen, *views)
-    yield {"function": op.name}
+    yield {}
     exact = integers and chosen == "gpsimd"
     load = NkiTensor.load if bitvec or exact else f32
     a, b = load(data1).reshape(dst.shape), load(data2).reshape(dst.shape)
@@ -216,11 +188,6 @@ def tensor_scalar(
     others = INTEGERS if bitvec else _ARITHMETIC if data.dtype in _INT32 else FLOAT32
     for role, value in call.tensors(("operand0", "operand1")):
         check_dtype(call, role, value, others)
-    check_unary(call, "operand0", op0, operand0)
-    if op1 is not None:
-        check_unary(call, "operand1", op1, operand1)
-    else:
-        call.need(operand1 is None, "operand1 without op1", UnsupportedInstructionError)
     in_psum = any(view.memory == "psum" for _, view in call.tensors(call.row.roles))
     chosen = call.choose("gpsimd" if op0.name in ("rsqrt", "power") and not in_psum else "vector")
     if chosen == "scalar":
@@ -231,8 +198,6 @@ def tensor_scalar(
         )
     elif chosen == "gpsimd" and engine is not _UNKNOWN:
         call.should(op0.name == "rsqrt", "GpSimd takes nl.rsqrt only; leave engine unset")
-    if bitvec:
-        _check_bitvec(call, chosen, dst, data, *(v for v in (operand0, operand1) if v is not None))
     yield {"function": op0.name, "function1": op1.name if op1 else "", "unset": engine is _UNKNOWN}
     values = data.load() if bitvec else f32(data)
     result = apply_scalar(op0, values, operand0, reverse0)
@@ -261,10 +226,8 @@ def scalar_tensor_tensor(
     operand1: Any,
     reverse0: bool = False,
     reverse1: bool = False,
-) -> Steps:
+) -> None:
     """dst = (data <op0> operand0) <op1> operand1, where operand1 is a tensor like data."""
-    check_unary(call, "operand0", op0, operand0)
-    yield {"function": op0.name, "function1": op1.name}
     left = apply_scalar(op0, f32(data), operand0, reverse0).reshape(dst.shape)
     right = f32(operand1).reshape(dst.shape)
     put(dst, np.asarray(op1.alu(right, left) if reverse1 else op1.alu(left, right), dtype=F32))
@@ -318,11 +281,6 @@ _EXP_RESULTS = VECTOR_FLOATS | {"int8", "int16", "int32", "uint8", "uint16"}
 _EXP_INPUTS = (_EXP_RESULTS | {"uint32"}) - {"tfloat32"}
 
 
-def _reduces(command: Any, result: Any) -> bool:
-    """Return whether an instruction also updates the accumulators."""
-    return command is not _IDLE or result is not None
-
-
 def _check_range(machine: Machine, function: Op, values: np.ndarray) -> None:
     """Record a warning when an input leaves the documented range of an approximation."""
     low, high = function.valid or (-np.inf, np.inf)
@@ -369,7 +327,8 @@ def activation(
         "nl.prelu needs relu_param; use nisa.activate2 (trn3)",
         UnsupportedInstructionError,
     )
-    yield {"function": op.name, "reduces": _reduces(reduce_cmd, reduce_res)}
+    reduces = reduce_cmd is not _IDLE or reduce_res is not None
+    yield {"function": op.name, "reduces": reduces}
     put_with_sum(call, _apply(call.machine, op, f32(data), scale, bias))
 
 
@@ -438,7 +397,7 @@ def activate2(
         "or nl.bypass with nl.bypass",
         UnsupportedInstructionError,
     )
-    yield {"function": op.name, "reduces": _reduces(reduce_cmd, reduce_res)}
+    yield {"function": op.name}
     values = apply_scalar(op1, apply_scalar(op0, f32(data), imm0, reverse0), imm1, reverse1)
     if op.name == "prelu":
         slope = scalar_value(relu_param, values.ndim)
@@ -467,8 +426,7 @@ def exponential(
     reduce_res: Any = None,
     reduce_cmd: Any = _IDLE,
     reduce_init: Any = 0.0,
-) -> Steps:
+) -> None:
     """dst = exp(src - max_value) on VectorE of trn3, with an optional running sum."""
-    yield {"reduces": _reduces(reduce_cmd, reduce_res)}
     values = f32(src)
     put_with_sum(call, np.exp(values - scalar_value(max_value, values.ndim)))

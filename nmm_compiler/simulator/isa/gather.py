@@ -139,7 +139,7 @@ def range_select(
             abs(call.number("on_false_value", on_false_value) - FP32_MIN) <= 1e31,
             f"the hardware fills FP32_MIN ({FP32_MIN:g}) only",
         )
-    yield {"reduces": reduce_res is not None}
+    yield {}
     values = f32(on_true_tile).reshape(dst.shape[0], -1)
     index = (range_start + np.arange(values.shape[1])).astype(F32)[None, :]
     low, high = scalar_value(bound0, 2), scalar_value(bound1, 2)
@@ -169,10 +169,9 @@ def select_reduce(
     reduce_cmd: Any = reduce_cmd.idle,
     reduce_op: Any = None,
     reverse_pred: bool = False,
-) -> Steps:
+) -> None:
     """dst = on_true where predicate, else on_false (number or [P, 1]), with an optional max."""
     partitions = dst.shape[0]
-    yield {"reduces": reduce_res is not None}
     chosen = predicate.load().reshape(partitions, -1) != 0
     if reverse_pred:
         chosen = ~chosen

@@ -334,11 +334,39 @@ class instruction:  # noqa: N801 - a decorator, written as one
             says, fits = f"only load_reduce reads {first}; leave it unset", unset
         call.need(fits, says, KernelArgumentError)
 
+    def _check_operators(self, call: Call) -> None:
+        """Check that binary operators have their number and others none, and bits of integers."""
+        bits = False
+        for role in self.operators:
+            op, number = call.arguments[role], role.replace("op", "operand")
+            bits = bits or (op is not None and "bitvec" in op.kind)
+            if number not in self.numbers:
+                continue
+            given, kind = call.arguments[number], UnsupportedInstructionError
+            if op is None:
+                call.need(given is None, f"{number} without {role}", kind)
+            elif "unary" in op.kind:
+                none = f"{op} takes no operand; {number} must be None or 0"
+                call.need(given in (None, 0), none, kind)
+            elif op.kind != "bypass":
+                call.need(given is not None, f"{op} needs {number}, which is None", kind)
+        if bits:
+            here = call.engine == "vector" or self.engines == ("gpsimd",)
+            call.need(here, f"bit operators run on the vector engine, not {call.engine}")
+            of_tensors = all(v.dtype.kind in ("int", "bool") for _, v in call.tensors(self.roles))
+            numbers = [call.arguments[role] for role in self.numbers]
+            floats = [n for n in numbers if isinstance(n, (float, np.floating))]
+            call.need(
+                of_tensors and all(float(n).is_integer() for n in floats),
+                "bit operators need integers; use .view(dtype) for a tensor's bits",
+            )
+
     def _finish(self, call: Call) -> None:
         """Check what the engine decides, and that nothing is overwritten before it is read."""
         if not call.engine:
             call.engine = call.choose() if len(self.engines) > 1 else self.engines[0]
         require_present(call, f"{self.op}(engine={call.engine})")
+        self._check_operators(call)
         written, read = call.tensors(self.writes), call.tensors(self.reads)
         for _, dst in written:  # a broadcast dst is legal: the last one of several elements stays
             says = f"{dst.name!r} is a shared constant; copy it first"

@@ -10,7 +10,6 @@ import numpy as np
 
 from nmm_compiler.errors import UnsupportedInstructionError
 from nmm_compiler.simulator.isa import cycles, poison
-from nmm_compiler.simulator.isa.elementwise import check_unary
 from nmm_compiler.simulator.isa.enums import reduce_cmd
 from nmm_compiler.simulator.isa.instruction import Steps, instruction
 from nmm_compiler.simulator.isa.operands import ANY_DTYPE, SBUF, Call
@@ -25,8 +24,7 @@ from nmm_compiler.simulator.isa.values import (
     put_with_sum,
     scalar_value,
 )
-from nmm_compiler.simulator.tensors.dtypes import FLOAT8, FLOAT32, INTEGERS
-from nmm_compiler.simulator.tensors.tensor import NkiTensor
+from nmm_compiler.simulator.tensors.dtypes import FLOAT8, FLOAT32
 
 INDICES = frozenset({"uint16", "uint32"})
 _ACROSS_PARTITIONS = ("add", "average", "maximum", "max", "bitwise_or", "bitwise_and")
@@ -34,14 +32,6 @@ _EIGHT_OF = range(8, 16385)
 _CUMULATIVE = frozenset(
     {"bfloat16", "float16", "float32", *FLOAT8, "uint8", "uint16", "int8", "int16"}
 )
-
-
-def _check_bits(call: Call, op: Op, *views: NkiTensor) -> None:
-    """Check that a bit operator gets integers."""
-    call.need(
-        op.kind != "bitvec" or {view.dtype for view in views} <= INTEGERS,
-        "bit operators need integer tensors",
-    )
 
 
 def last_axes(shape: tuple[int, ...], given: Iterable[int]) -> tuple[int, ...]:
@@ -94,7 +84,6 @@ def tensor_reduce(
         f"dst must have {data.shape[0]} partitions with {kept} elements",
     )
     bitvec = op.kind == "bitvec"
-    _check_bits(call, op, dst, data)
     call.need(
         not (bitvec and negate), "negate goes with arithmetic operators only",
         UnsupportedInstructionError,
@@ -114,10 +103,8 @@ def tensor_reduce(
     # GpSimd walks its 16 partitions one after another, then combines 8 cores
     cycles=cycles.linear(16.0, fixed="gpsimd_fixed_cycles"),
 )
-def tensor_partition_reduce(call: Call, dst: Any, op: Any, data: Any) -> Steps:
+def tensor_partition_reduce(call: Call, dst: Any, op: Any, data: Any) -> None:
     """Reduce across partitions on GpSimd; dst has one partition."""
-    _check_bits(call, op, dst, data)
-    yield {"function": op.name}
     values = data.load() if op.kind == "bitvec" else f32(data)
     flat = values.reshape(data.shape[0], -1).T
     put(dst, _reduce(op, flat[None]).reshape(dst.shape))
@@ -156,8 +143,7 @@ def tensor_scalar_reduce(
         not reverse0, "reverse0 is not supported yet; swap the operands with another operator",
         UnsupportedInstructionError,
     )  # fmt: skip
-    check_unary(call, "operand0", op0, operand0)
-    yield {"function": op0.name, "reduces": True}
+    yield {}
     put_with_sum(call, apply_scalar(op0, f32(data), operand0, reverse0))
 
 
@@ -185,9 +171,8 @@ def tensor_scalar_cumulative(
     imm0: Any,
     imm1: Any = None,
     reduce_cmd: Any = reduce_cmd.reset_reduce,
-) -> Steps:
+) -> None:
     """dst[i] = op1(op0(src[i], imm0), dst[i - 1]) along the free dimension, on VectorE."""
-    yield {"function": op0.name, "function1": op1.name}
     values = apply_scalar(op0, f32(src), imm0, False).reshape(src.shape[0], -1)
     register = begin(call, op1, len(values), imm1)
     result = np.empty_like(values)
@@ -218,9 +203,8 @@ def tensor_tensor_scan(
     op1: Any,
     reverse0: bool = False,
     reverse1: bool = False,
-) -> Steps:
+) -> None:
     """dst[i] = op1(op0(data0[i], dst[i - 1]), data1[i]) along the free dimension, on VectorE."""
-    yield {"function": op0.name, "function1": op1.name}
     partitions = data0.shape[0]
     x, y = f32(data0).reshape(partitions, -1), f32(data1).reshape(partitions, -1)
     state = np.broadcast_to(np.asarray(scalar_value(initial, 1), F32).reshape(-1), (partitions,))
