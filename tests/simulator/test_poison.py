@@ -100,6 +100,11 @@ nisa.nc_matmul(dst=p, stationary=t, moving=x)
 s = nl.ndarray((8, 16), nl.float32)
 nisa.tensor_copy(dst=s, src=p)
 return out(s[0:{}])"""
+SQUARE = """p = nl.ndarray((8, 8), nl.float32, nl.psum)
+nisa.nc_matmul(dst=p, stationary=t, moving=t)
+s = nl.ndarray((8, 8), nl.float32)
+nisa.tensor_copy(dst=s, src=p)
+return out(s[0:4, 0:{}])"""
 OVERWRITTEN = """nisa.tensor_copy(dst=r, src=t)
 nisa.memset(dst=r[:, 4:{}], value=2)
 return out(r)"""
@@ -118,6 +123,7 @@ return out(s)"""
     ("body", "clean", "row", "spoilt"),
     [
         (PRODUCT, 4, [0] * 16, 5),  # rows and columns only
+        (SQUARE, 4, [8] * 4, 5),  # of one tensor as both operands, rows and columns
         (OVERWRITTEN, 8, [1] * 4 + [2] * 4, 7),
         (SELECTED, 3, [1] * 4 + [5] * 4, 4),  # a mask leaves it out
         (SUMMED, "reset_reduce", [4], "reduce"),  # until it is reset

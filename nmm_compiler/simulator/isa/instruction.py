@@ -101,8 +101,9 @@ class instruction:  # noqa: N801 - a decorator, written as one
     lists: operands that are lists of tensors. exchanges: what it writes comes from other programs,
         after all of them have read.
     packed: it takes x4-packed operands, which it only moves, or is made for.
-    flows: for each result, which of its elements depend on unwritten ones that it reads; those of
-        the same place in the first result and of the same partition in others unless said.
+    flows: for an operand, where unwritten elements of it go; for a result, which of its elements
+        depend on those of any other operand: those of the same place in the first result and of the
+        same partition in others unless said.
     compares: it needs known values of all operands.
     waits: the part after the yield runs without data as well; no call answers for another.
     named: it also takes `name=None`, and returns its record.

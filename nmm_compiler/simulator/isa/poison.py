@@ -20,7 +20,6 @@ import numpy as np
 from nmm_compiler.simulator.tensors.elements import mark, refuse_poison
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
-Arguments = dict[str, Any]
 Flow = Callable[[np.ndarray, NkiTensor], np.ndarray]
 
 KNOWN = ("predicate", "indices", "index", "src_seeds")
@@ -59,18 +58,22 @@ def onwards(mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
     return np.logical_or.accumulate(flat, axis=1).reshape(dst.shape)
 
 
-def _product(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
-    """A row of the result for each column of stationary, a column for each of moving."""
-    if view.storage is dst.storage:
-        return mask.reshape(dst.shape)
-    names = ("stationary", "stationary_scale")
-    rows = any(view.storage is arguments[n].storage for n in names if n in arguments)
-    m, n = dst.shape[0], dst.free_size
-    columns = m if rows else n
-    flat = mask.reshape(-1, columns).any(axis=0) if mask.size % columns == 0 else mask.any()
-    flat = np.broadcast_to(flat, columns)
-    shaped = flat[:, None] if rows else flat[None, :]
-    return np.broadcast_to(shaped, (m, n)).reshape(dst.shape)
+def to_columns(mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
+    """A column of moving to the same column of the product."""
+    flat = mask.reshape(-1, dst.free_size).any(axis=0)
+    return np.broadcast_to(flat, (dst.shape[0], dst.free_size)).reshape(dst.shape)
+
+
+def to_rows(mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
+    """A column of stationary to the row of that number of the product."""
+    flat = mask.reshape(-1, dst.shape[0], 1).any(axis=0)
+    return np.broadcast_to(flat, (dst.shape[0], dst.free_size)).reshape(dst.shape)
+
+
+PRODUCT: dict[str, Flow] = {
+    "stationary": to_rows, "stationary_scale": to_rows,
+    "moving": to_columns, "moving_scale": to_columns,
+}  # fmt: skip
 
 
 def across(mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
@@ -94,22 +97,23 @@ def everywhere(mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
 
 def spread(call: Any) -> None:
     """Mark the results that depend on the unwritten elements that a call has read."""
-    machine, row, arguments = call.machine, call.row, call.arguments
+    machine, row = call.machine, call.row
     noted, machine.poisoned = machine.poisoned, []
     results = call.tensors(row.writes)
     for view, mask, origin in noted:
-        needed = [r for r in KNOWN if view is not None and arguments.get(r) is view]
+        sources = [role for role, given in call.tensors(row.reads) if given is view]
+        needed = [role for role in sources if role in KNOWN]
         if row.compares or needed:
             what = "a comparison, " if row.compares else f"{needed[0]} of "
             what += f"nisa.{call.op}"
             refuse_poison(machine, what, origin, mask)
             continue
         for role, dst in results:
-            flow, keep = row.flows.get(role), call.kept
-            flow = flow or (by_place if role == row.first else by_partition)
-            here = call.move(mask) if call.move else flow(mask, dst)
-            if "stationary" in arguments:
-                here = _product(arguments, view, mask, dst)
+            keep, default = call.kept, by_place if role == row.first else by_partition
+            flows = [row.flows[source] for source in sources if source in row.flows]
+            flows = flows or [row.flows.get(role, default)]
+            here = np.logical_or.reduce([flow(mask, dst) for flow in flows])
+            here = call.move(mask) if call.move else here
             if keep is not None and keep.size == dst.size:
                 here = here & keep.reshape(dst.shape)
             if here.any():

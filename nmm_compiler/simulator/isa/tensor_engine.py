@@ -72,6 +72,7 @@ def _check_tile(call: Call, k: int, m: int, *views: NkiTensor, rows_alone: bool 
     memories={"dst": PSUM},
     limits={"M": range(1, 129)},
     indirect="dst stationary moving",
+    flows=poison.PRODUCT,
 )
 def nc_matmul(
     call: Call,
@@ -341,6 +342,7 @@ def quantize_mx(call: Call, dst: Any, src: Any, dst_scale: Any) -> Steps:
         "moving_scale": _SCALES,
     },
     indirect="dst stationary moving stationary_scale moving_scale",
+    flows=poison.PRODUCT,
     packed=True,
 )
 def nc_matmul_mx(
