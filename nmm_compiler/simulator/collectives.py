@@ -18,7 +18,7 @@ import numpy as np
 
 from nmm_compiler.errors import KernelArgumentError
 from nmm_compiler.simulator.isa.instruction import Steps, instruction
-from nmm_compiler.simulator.isa.operands import DMA_MEMORIES, Call, check_priority
+from nmm_compiler.simulator.isa.operands import DMA_MEMORIES, Call
 from nmm_compiler.simulator.isa.operators import Takes
 from nmm_compiler.simulator.isa.values import F32, put
 from nmm_compiler.simulator.loading.nki_object import NKIObject, dataclass
@@ -87,7 +87,6 @@ def _begin(call: Call, *, sbuf: bool = True, single: bool = False) -> Group:
         len(srcs) == 1 or not (single or memories == {"sbuf"}),
         f"{len(srcs)} tensors; several go with HBM tensors of other collectives only",
     )
-    check_priority(call, call.arguments["priority"])
     for src, dst in zip(srcs, dsts, strict=True):
         call.need(src.dtype == dst.dtype, f"src is {src.dtype}, dst {dst.dtype}; make equal")
     return _group(call.machine, call.op, call.arguments["replica_group"])

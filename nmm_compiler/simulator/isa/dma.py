@@ -15,7 +15,6 @@ from nmm_compiler.simulator.isa.operands import (
     SBUF,
     Call,
     check_conversion,
-    check_priority,
     require,
 )
 from nmm_compiler.simulator.isa.operators import Takes
@@ -78,7 +77,6 @@ def dma_copy(
     if not same:
         check_conversion(call, dst, src)
     issuer, mode = _issue(call, dge_mode, engine, same)
-    check_priority(call, priority)
     _check_dynamic(call, (dst, src), mode)
     chosen_rows = _chooses_rows(dst) or _chooses_rows(src)
     if chosen_rows:
@@ -124,7 +122,6 @@ def dma_transpose(
     )
     expected = tuple(src.shape[a] for a in order)
     call.need(dst.shape == expected, f"the shape of dst must be {expected}")
-    check_priority(call, priority)
     mode = dge_mode.name
     indirect = _chooses_rows(src)
     call.need(dst.indirection is None, "dst has a runtime address; copy it later")

@@ -287,6 +287,9 @@ class instruction:  # noqa: N801 - a decorator, written as one
                 require_present(call, "nl.abs_max, nl.abs_min, nl.square, nl.relu on the ALU")
         for role, allowed in self.integers.items():
             arguments[role] = call.integer(role, arguments[role], allowed)
+        if arguments.get("priority") is not None:  # the class of service of a DMA
+            call.integer("priority", arguments["priority"], range(4))
+            require_present(call, "dma priority")
         for role in self.lists:
             fits = isinstance(arguments[role], _SEQUENCES) and len(arguments[role]) > 0
             call.need(fits, f"{role} must be a list of tensors", KernelArgumentError)

@@ -243,13 +243,6 @@ def indirect_operand(
     return (index.access(),)
 
 
-def check_priority(call: Call, priority: Any) -> None:
-    """Check the class of service of a DMA."""
-    if priority is not None:
-        call.integer("priority", priority, range(4))
-        require_present(call, "dma priority")
-
-
 def require_present(call: Call, what: str, remedy: str = "") -> None:
     """Check that the target has an instruction, or a form of one as `absent_forms` names it."""
     require(call, what, lambda t: what not in (*t.absent_instructions, *t.absent_forms), remedy)

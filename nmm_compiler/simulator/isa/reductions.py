@@ -174,11 +174,9 @@ def tensor_scalar_cumulative(
 ) -> None:
     """dst[i] = op1(op0(src[i], imm0), dst[i - 1]) along the free dimension, on VectorE."""
     values = apply_scalar(op0, f32(src), imm0, False).reshape(src.shape[0], -1)
-    register = begin(call, op1, len(values), imm1)
-    result = np.empty_like(values)
-    for i in range(values.shape[1]):
-        register = np.asarray(op1.alu(values[:, i], register), F32)
-        result[:, i] = register
+    register, result = begin(call, op1, len(values), imm1), np.empty_like(values)
+    for i, column in enumerate(values.T):
+        result[:, i] = register = np.asarray(op1.alu(column, register), F32)
     keep(call, register)
     put(dst, result)
 
@@ -208,12 +206,10 @@ def tensor_tensor_scan(
     partitions = data0.shape[0]
     x, y = f32(data0).reshape(partitions, -1), f32(data1).reshape(partitions, -1)
     state = np.broadcast_to(np.asarray(scalar_value(initial, 1), F32).reshape(-1), (partitions,))
-    result = np.empty_like(x)
-    f, g = op0.alu, op1.alu
+    result, f, g = np.empty_like(x), op0.alu, op1.alu
     for i in range(x.shape[1]):
         inner = f(state, x[:, i]) if reverse0 else f(x[:, i], state)
-        state = g(y[:, i], inner) if reverse1 else g(inner, y[:, i])
-        result[:, i] = state
+        result[:, i] = state = g(y[:, i], inner) if reverse1 else g(inner, y[:, i])
     put(dst, result)
 
 
@@ -229,10 +225,9 @@ def bn_stats(call: Call, dst: Any, data: Any) -> None:
     result = np.zeros((data.shape[0], 6), F32)
     for start in (0, 1):
         part = values[:, start::2].astype(np.float64)
-        count = part.shape[1]
-        if count:
+        if part.size:
             average = part.mean(axis=1)
-            result[:, 3 * start] = count
+            result[:, 3 * start] = part.shape[1]
             result[:, 3 * start + 1] = average
             result[:, 3 * start + 2] = ((part - average[:, None]) ** 2).sum(axis=1)
     put(dst, result)
