@@ -156,9 +156,8 @@ class Storage:
     touch the same ones again and again, so which of them overlap is found once. used: those that
     have had a use, with their bytes.
     end: end of the last access so far, by `user`.
-    floor: when its memory is free, negative before first use; `freed_by` frees it.
-    place: all of its bytes in its memory, of a tensor that lies at an address or in one buffer.
-    pool: where it takes its memory from otherwise, until it gives it back.
+    floor: when its memory is free; `freed_by` frees it.
+    pool: where its memory is from, until it gives it back; None of one at an address or in HBM.
     put_off: (region, whether it writes, store) of each store that was put off and touches it.
     """
 
@@ -169,8 +168,7 @@ class Storage:
         self.user: Booking | None = None
         self.freed_by: Booking | None = None
         self.end = 0.0
-        self.floor = -1.0
-        self.place: Access | None = None
+        self.floor = 0.0
         self.pool: Pool | None = None
         self.put_off: list[tuple[Region, bool, Any]] = []
 

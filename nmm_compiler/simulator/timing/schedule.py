@@ -156,33 +156,10 @@ class Scheduler:
         banks = target.psum_banks * target.psum_bank_bytes_per_partition
         # no store frees PSUM sooner than the copies out of it
         self.psum = Pool(banks, lambda before: before == math.inf and self._settle(before))
-        self.storages: dict[int, Storage] = {}
+        self.storages: dict[int, Storage | None] = {}  # None: of HBM that nobody writes
         # storages at an address or in one buffer, by the memory or the buffer
         self.placed: dict[str, list[tuple[Storage, Access]]] = collections.defaultdict(list)
-        self._survey()
-
-    def _survey(self) -> None:
-        """Find the last use and last write of each storage; HBM that nobody writes needs none."""
-        one_buffer = awaited_tiles(self.trace, self.target)
-        bank = self.target.psum_bank_bytes_per_partition
-        for identity, found in self.trace.allocations.items():
-            on_chip = found.memory != "hbm"
-            if found.last_write < 0 and not (on_chip and found.last_index >= 0):
-                continue
-            storage = Storage(found.last_write, found.last_index, found.bytes_per_partition)
-            self.storages[identity] = storage
-            if on_chip and (found.address is not None or identity in one_buffer):
-                named = f"the buffer of line {found.line}" if found.address is None else ""
-                row, byte = found.address or (0, 0)
-                storage.place = Access(
-                    identity, named or found.memory, row, row + found.shape[0], byte,
-                    byte + storage.size, ((1, storage.size),), found.dtype, 1, True,
-                )  # fmt: skip
-            elif found.memory == "psum":
-                storage.pool = self.psum
-                storage.size = -(-storage.size // bank) * bank
-            elif on_chip:
-                storage.pool = self.sbuf
+        self.one_buffer = awaited_tiles(trace, target)
 
     def run(self) -> Iterator[float]:
         """Walk the trace; yield when this program arrives at a barrier, with `floor` to be set."""
@@ -223,7 +200,7 @@ class Scheduler:
         line = self.line
         line.sbuf_overflow_bytes = self.sbuf.overflow
         line.tensor_throttled_us = self.tensor.throttled_us
-        for storage in self.storages.values():
+        for storage in filter(None, self.storages.values()):
             for region in storage.regions.values():
                 del region.near, region.storage
         vars(self).clear()
@@ -355,11 +332,11 @@ class Scheduler:
         ready, waited = 0.0, AT_ONCE
         for writing, accesses, ordered in ((False, reads, -1), (True, writes, own)):
             for access in accesses:
-                storage = storages.get(access.storage)
+                if access.storage not in storages:
+                    storages[access.storage] = self._enter(access.storage)
+                storage = storages[access.storage]
                 if storage is None:
                     continue
-                if storage.floor < 0.0:
-                    self._enter(storage)
                 if storage.put_off:
                     self._book_users(storage, access, writers_only=not writing)
                 region = storage.region(access)
@@ -375,22 +352,37 @@ class Scheduler:
                         ready, waited = when, (why, cause, ended)
         return ready, waited, touched
 
-    def _enter(self, storage: Storage) -> None:
-        """Find when the memory of a storage is free: of one at an address, when the earlier tensors
-        there have been used last."""
-        storage.floor, place = 0.0, storage.place
-        if storage.pool is not None:
+    def _enter(self, identity: int) -> Storage | None:
+        """Return a storage at its first use, with when its memory is free: of one at an address,
+        when the earlier tensors there have been used last."""
+        found = self.trace.allocations[identity]
+        if found.memory == "hbm" and found.last_write < 0:
+            return None
+        storage = Storage(found.last_write, found.last_index, found.bytes_per_partition)
+        if found.memory == "hbm":
+            return storage
+        if found.address is None and identity not in self.one_buffer:
+            storage.pool = self.sbuf
+            if found.memory == "psum":
+                bank = self.target.psum_bank_bytes_per_partition
+                storage.pool, storage.size = self.psum, -(-storage.size // bank) * bank
             storage.floor = storage.pool.take(storage.size)
             storage.freed_by = storage.pool.freed_by
-        if place is None:
-            return
-        there = self.placed[place.memory]
+            return storage
+        named = f"the buffer of line {found.line}" if found.address is None else found.memory
+        row, byte = found.address or (0, 0)
+        place = Access(
+            identity, named, row, row + found.shape[0], byte, byte + storage.size,
+            ((1, storage.size),), found.dtype, 1, True,
+        )  # fmt: skip
+        there = self.placed[named]
         for other, region in there:
             if overlaps(place, region):
                 self._book_users(other)
                 if other.end > storage.floor:
                     storage.floor, storage.freed_by = other.end, other.user
         there[:] = [*(each for each in there if not covers(place, each[1])), (storage, place)]
+        return storage
 
     def _done(
         self,
