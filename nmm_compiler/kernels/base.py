@@ -99,6 +99,7 @@ class KernelSpec(Record):
     dtypes: ClassVar[tuple[str, ...]] = DTYPES
     rare: ClassVar[tuple[str, ...]] = ("lnc",)  # fields that JSON leaves out where they are plain
     shared: ClassVar[str] = "tokens or outputs"  # that two cores halve
+    signed: ClassVar[tuple[str, ...]] = ("scale", "norm_offset")  # numbers that may be negative
     many: ClassVar[bool] = False  # whether `reference` and the errors are tuples
     # Whether each token's result depends on that token alone: then a launch may pad or split them.
     splits_tokens: ClassVar[bool] = True
@@ -113,7 +114,15 @@ class KernelSpec(Record):
         check_name("dtype", self.dtype, self.dtypes)
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            for one in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(value, list):
+                value = tuple(value)
+            elif field.type == "float":
+                value = float(value)
+                least = "number of 0 or more" if field.name not in self.signed else "finite number"
+                if not math.isfinite(value) or (value < 0 and field.name not in self.signed):
+                    raise SpecError(f"{self.family}: {field.name} is {value!r}; pass a {least}")
+            object.__setattr__(self, field.name, value)  # equal specs have equal JSON
+            for one in value if isinstance(value, tuple) else (value,):
                 if field.name in ("activation", "inner_activation"):
                     check_name(field.name, one, ACTIVATIONS)
                 elif field.name.endswith("_layout"):

@@ -86,7 +86,6 @@ class AttentionSpec(KernelSpec):
             "kv_heads": self.kv_heads or self.heads,
             "context": self.context or self.m,
             "scale": 1.0 / math.sqrt(self.d) if self.scale is None and self.d > 0 else self.scale,
-            "soft_cap": float(self.soft_cap),
         }
         for name, value in settled.items():
             object.__setattr__(self, name, value)
@@ -126,10 +125,10 @@ class AttentionSpec(KernelSpec):
                 f"attention: causal queries are the last of the context, and {self.m} are more "
                 f"than {self.context} keys; set causal to False or pass all keys"
             )
-        if self.window < 0 or self.soft_cap < 0 or not self.scale or self.scale <= 0:
+        if self.window < 0 or not self.scale or self.scale <= 0:
             raise SpecError(
-                f"attention: window {self.window} and soft_cap {self.soft_cap} must not be "
-                f"negative, and scale {self.scale} must be positive"
+                f"attention: window {self.window} must not be negative, and scale {self.scale} "
+                "must be positive"
             )
         if self.window and not self.causal:
             raise SpecError(

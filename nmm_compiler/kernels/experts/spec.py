@@ -98,16 +98,10 @@ class ExpertsSpec(KernelSpec):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_name("halves", self.halves, HALVES)
-        for name in ("limit", "slope", "plus", "distinct"):
-            value = float(getattr(self, name))
-            if not np.isfinite(value) or value < 0:
-                raise SpecError(f"experts: {name} is {value!r}; pass a number of 0 or more")
-            object.__setattr__(self, name, value)
         if self.top_k > self.groups:
             raise SpecError(f"experts: top_k is {self.top_k} of {self.groups} groups; lower it")
         if not self.limit and (self.slope != 1.0 or self.plus):
             raise SpecError("experts: slope and plus belong to a limit; pass limit, or drop them")
-        object.__setattr__(self, "ranks", tuple(self.ranks))
         check_name("weight", self.weight, ("", FACTORS, *MULTIPLIED))
         if self.weight:
             self._check_stored()

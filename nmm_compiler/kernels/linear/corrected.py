@@ -67,12 +67,8 @@ class CorrectedSpec(LinearSpec):
     rank: int | tuple[int, ...] = 0
     weight: str = "mxfp4"
     branch: str = ""
-    dtype: str = "bfloat16"
-    x_layout: str = "row"
-    out_layout: str | tuple[str, ...] = "row"
     bias: bool | tuple[bool, ...] = False
     activation: str | tuple[str, ...] = "identity"
-    scales: str | None = None
 
     family: ClassVar[str] = "linear"
     sizes: ClassVar[tuple[str, ...]] = ("m", "k")
@@ -90,10 +86,6 @@ class CorrectedSpec(LinearSpec):
             object.__setattr__(self, "scales", "channel")
             object.__setattr__(self, "x_dtype", self.dtype)
         super().__post_init__()
-        for name in ("n", "rank", "bias", "activation", "out_layout"):
-            value = getattr(self, name)
-            if isinstance(value, list):
-                object.__setattr__(self, name, tuple(value))
         for k, n, r, _ in self._linears():
             self._check_sizes(k, n, r)
 

@@ -70,7 +70,12 @@ class LinearSpec(KernelSpec):
 
     m: int
     k: int
+    dtype: str = "bfloat16"
     x_dtype: str | None = None
+    out_dtype: str | None = None
+    scales: str | None = None
+    x_layout: str = "row"
+    out_layout: str | tuple[str, ...] = "row"
     norm: str = "none"
     norm_gain: bool = False
     norm_bias: bool = False
@@ -99,10 +104,6 @@ class LinearSpec(KernelSpec):
         Fields that mean nothing without a norm, or without a gain, get one value.
         """
         check_name("norm", self.norm, NORMS)
-        for name in ("norm_eps", "norm_offset"):
-            value = getattr(self, name)
-            if not np.isfinite(value) or (name == "norm_eps" and value < 0):
-                raise SpecError(f"{self.family}: {name} is {value!r}; pass a number of 0 or more")
         if self.norm == "none":
             if self.norm_gain or self.norm_bias:
                 raise SpecError(
@@ -122,13 +123,11 @@ class LinearSpec(KernelSpec):
             )
         if self.norm_bias and self.norm == "rms":
             raise SpecError(f"{self.family}: an rms norm has no bias; drop norm_bias")
-        offset = float(self.norm_offset) if self.norm_gain else 0.0
-        object.__setattr__(self, "norm_offset", offset)
-        object.__setattr__(self, "norm_eps", float(self.norm_eps))
+        object.__setattr__(self, "norm_offset", self.norm_offset if self.norm_gain else 0.0)
 
     def _settle_formats(self) -> None:
         """Check scales, x_dtype and out_dtype; equal meanings become equal fields."""
-        dtype, scales = self._dtype(), getattr(self, "scales", None)
+        dtype, scales = self._dtype(), self.scales
         if dtype != FP8 and scales is not None:
             raise SpecError(
                 f"{self.family}: scales={scales!r} belongs to dtype {FP8}, and dtype is {dtype}; "
@@ -141,12 +140,11 @@ class LinearSpec(KernelSpec):
             check_name("x_dtype", self.x_dtype, (*X_DTYPES, FP8) if dtype == FP8 else (dtype,))
         if self.x_dtype == dtype:
             object.__setattr__(self, "x_dtype", None)
-        wanted = getattr(self, "out_dtype", None)
-        if wanted is not None:
+        if self.out_dtype is not None:
             allowed = ("bfloat16", "float16", "float32") if dtype == FP8 else (dtype,)
-            check_name("out_dtype", wanted, allowed)
-            if wanted == self._plain_dtype():
-                object.__setattr__(self, "out_dtype", None)
+            check_name("out_dtype", self.out_dtype, allowed)
+        if self.out_dtype == self._plain_dtype():
+            object.__setattr__(self, "out_dtype", None)
 
     def _dtype(self) -> str:
         """Return the dtype of the weights, which says at what rate they are multiplied."""
@@ -164,7 +162,7 @@ class LinearSpec(KernelSpec):
     @property
     def result_dtype(self) -> str:
         """The dtype of the result, and of biases: that of x, bfloat16 for fp8."""
-        return getattr(self, "out_dtype", None) or self._plain_dtype()
+        return self.out_dtype or self._plain_dtype()
 
     @property
     def fp8(self) -> bool:
@@ -179,7 +177,7 @@ class LinearSpec(KernelSpec):
             Layer(
                 m=self.m, k=self.k, dtype=self._dtype(), x_format=self.x_format,
                 result_dtype=self.result_dtype, kept_dtype=self._plain_dtype(),
-                x_layout=self.layout_of("x"), scales=getattr(self, "scales", None) or "",
+                x_layout=self.layout_of("x"), scales=self.scales or "",
                 tp=self.world_size, **more, **self._layer(),
             )
         )  # fmt: skip
@@ -342,7 +340,7 @@ class LinearSpec(KernelSpec):
 
     def _product(self, k: int, n: int, weight: Weight, **ends: Any) -> LinearSpec:
         """Return a product alone, with a weight that has no name where it is all of a linear."""
-        own: dict[str, Any] = {"scales": getattr(self, "scales", None), "x_dtype": self.x_dtype}
+        own: dict[str, Any] = {"scales": self.scales, "x_dtype": self.x_dtype}
         return MatmulSpec(
             m=self.m, k=k, n=n, w_layout=weight.layout, dtype=weight.format or self._dtype(),
             lnc=self.lnc, **({} if weight.format else own), **ends,
@@ -371,7 +369,7 @@ class LinearSpec(KernelSpec):
 
     def formats(self) -> str:
         """Return the number formats that differ from plain operands in one word, for names."""
-        words = [self._dtype(), self.x_dtype and f"x_{self.x_dtype}", getattr(self, "scales", None)]
+        words = [self._dtype(), self.x_dtype and f"x_{self.x_dtype}", self.scales]
         words += [self.norm] * (self.norm != "none") + ["residual"] * self.residual
         return "_".join(word for word in words if word)
 
@@ -381,21 +379,16 @@ class MatmulSpec(LinearSpec):
     """y[m, n] = activation(x w + bias) with x [m, k], w [k, n], bias [n]."""
 
     n: int
-    dtype: str = "bfloat16"
-    x_layout: str = "row"
-    out_layout: str = "row"
     w_layout: str = "row"
     bias: bool = False
     activation: str = "identity"
-    scales: str | None = None
-    out_dtype: str | None = None
 
     family: ClassVar[str] = "matmul"
 
     def _layer(self) -> dict[str, Any]:
         one = Linear(
             n=self.n, weight=self._weight("w", self.k, self.n), bias="bias" * self.bias,
-            activation=self.activation, layout=self.out_layout,
+            activation=self.activation, layout=self.layout_of("out"),
         )  # fmt: skip
         return {"linears": (one,)}
 

@@ -44,9 +44,6 @@ class LowRankSpec(LinearSpec):
 
     r: int
     n: int
-    dtype: str = "bfloat16"
-    x_layout: str = "row"
-    out_layout: str = "row"
     u_layout: str = "row"
     v_layout: str = "row"
     bias: bool = False
@@ -54,8 +51,6 @@ class LowRankSpec(LinearSpec):
     base: bool = False
     scale: float = 1.0
     w_layout: str = "row"
-    scales: str | None = None
-    out_dtype: str | None = None
     inner_activation: str = "identity"
     inner_bias: bool = False
     inner_norm: bool = False
@@ -69,8 +64,6 @@ class LowRankSpec(LinearSpec):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_ranks()
-        if not np.isfinite(self.scale):
-            raise SpecError(f"lowrank: scale is {self.scale!r}; pass a finite number")
         if self.fp8 and self.base:
             raise SpecError(
                 "lowrank: base goes with plain factors and a plain w; take family linear with "
@@ -83,9 +76,7 @@ class LowRankSpec(LinearSpec):
                 f"dtypes, not with scale {self.scale:g} and {self.dtype}; fold the scale into v, "
                 "or use bfloat16"
             )
-        if not (np.isfinite(self.inner_eps) and self.inner_eps >= 0):
-            raise SpecError(f"lowrank: inner_eps is {self.inner_eps!r}; pass a number of 0 or more")
-        object.__setattr__(self, "inner_eps", float(self.inner_eps) if self.inner_norm else 1e-6)
+        object.__setattr__(self, "inner_eps", self.inner_eps if self.inner_norm else 1e-6)
         if self.inner_norm and (
             self.inner_bias or self.inner_activation != "identity" or self.base
         ):
@@ -93,7 +84,6 @@ class LowRankSpec(LinearSpec):
                 "lowrank: inner_norm goes without inner_bias, inner_activation and base; drop "
                 "them, or make the products kernels of their own"
             )
-        object.__setattr__(self, "scale", float(self.scale))  # equal specs have equal JSON
 
     def _check_ranks(self) -> None:
         """Raise SpecError unless the ranks can compute the product together."""
@@ -119,7 +109,7 @@ class LowRankSpec(LinearSpec):
         one = Linear(
             n=self.n, low_rank=pair, bias="bias" * self.bias, activation=self.activation,
             weight=self._weight("w", self.k, self.n) if self.base else Weight(),
-            layout=self.out_layout,
+            layout=self.layout_of("out"),
         )  # fmt: skip
         return {"linears": (one,)}
 
@@ -208,15 +198,10 @@ class LowRankSharedSpec(LinearSpec):
     """
 
     pairs: tuple[Pair, ...]
-    dtype: str = "bfloat16"
-    x_layout: str = "row"
     u_layout: str = "row"
     v_layout: str = "row"
     bias: bool | tuple[bool, ...] = False
     activation: str | tuple[str, ...] = "identity"
-    out_layout: str | tuple[str, ...] = "row"
-    scales: str | None = None
-    out_dtype: str | None = None
 
     family: ClassVar[str] = "lowrank_shared"
     sizes: ClassVar[tuple[str, ...]] = ("m", "k")
@@ -287,15 +272,10 @@ class GatedMLPUpSpec(LinearSpec):
     r: int | None = None
     gate_r: int | None = None
     up_r: int | None = None
-    dtype: str = "bfloat16"
     activation: str = "silu"
-    x_layout: str = "row"
-    out_layout: str = "row"
     weight_layout: str = "row"
     gate_bias: bool = False
     up_bias: bool = False
-    scales: str | None = None
-    out_dtype: str | None = None
 
     family: ClassVar[str] = "gated_mlp_up"
     adds_residual: ClassVar[bool] = False
@@ -338,7 +318,7 @@ class GatedMLPUpSpec(LinearSpec):
             n=last, weight=weight, low_rank=pair,
             bias=f"{branch}_bias" * getattr(self, f"{branch}_bias"),
             activation=self.activation if branch == "gate" else "identity",
-            layout="col" if kept else self.out_layout,
+            layout="col" if kept else str(self.out_layout),
         )  # fmt: skip
 
     def _layer(self) -> dict[str, Any]:
@@ -389,9 +369,6 @@ class AdaptersSpec(LinearSpec):
     r: int
     n: int
     groups: int
-    dtype: str = "bfloat16"
-    x_layout: str = "row"
-    out_layout: str = "row"
     u_layout: str = "col"
     v_layout: str = "row"
     w_layout: str = "row"
@@ -421,7 +398,7 @@ class AdaptersSpec(LinearSpec):
         one = Linear(
             n=self.n, low_rank=pair, bias="bias" * self.bias, activation=self.activation,
             weight=self._weight("w", self.k, self.n) if self.base else Weight(),
-            layout=self.out_layout,
+            layout=self.layout_of("out"),
         )  # fmt: skip
         return {"linears": (one,)}
 
