@@ -20,8 +20,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 import torch
@@ -315,7 +315,8 @@ class Chain:
     which stays outside of the kernel. more are further chains of the same x that are added (several
     adapters); their factors are joined along the rank. inner is a function between the products, an
     activation or the RMS norm over the rank, behind `middle`, which then has biases only. tp,
-    group: devices of a process group that sum between the products.
+    group: devices of a process group that sum between the products. bits: how those weights are
+    stored whose bytes a kernel reads (`emit.stored.Stored`), by their letters.
     """
 
     first: Stage
@@ -331,6 +332,7 @@ class Chain:
     inner: Activation | Norm | None = None
     tp: int = 1
     group: str = ""
+    bits: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def u(self) -> Weight:
@@ -349,6 +351,26 @@ class Chain:
         return (self.u,) if self.second is None else (self.u, self.v)
 
     @property
+    def letters(self) -> dict[str, Weight]:
+        """Return the weights by the letters that ops have for them: u and v, the dense w, or all
+        three."""
+        if self.second is None:
+            return {"w": self.u}
+        dense = {} if self.base is None else {"w": self.base.weight}
+        return {"u": self.u, "v": self.v, **dense}
+
+    @property
+    def ways(self) -> dict[str, str]:
+        """Return how the weights are stored, which several chains need alike to be one call."""
+        said = {f"{letter}_layout": weight.layout for letter, weight in self.letters.items()}
+        return said | {f"{letter}_format": one.format for letter, one in self.bits.items()}
+
+    @property
+    def hidden(self) -> set[Key]:
+        """Return the weights that a call does not read, but the leaves that they are made of."""
+        return {self.letters[letter].key for letter in self.bits}
+
+    @property
     def gain(self) -> Key | None:
         """Return the vector of the norm between the products."""
         return self.inner.weight if isinstance(self.inner, Norm) else None
@@ -363,25 +385,19 @@ class Chain:
         """Return the steps between and after the products."""
         return (*self.middle, *self.after)
 
-    @property
-    def biased(self) -> bool:
-        """Return whether a constant vector is added to a product."""
-        return any(step.kind == "bias" for step in self.steps)
-
     def only_bias(self) -> bool:
         """Return whether nothing but biases surrounds the products."""
         return all(s.kind == "bias" or (s.key is None and s.number == 1.0) for s in self.steps)
 
     @property
     def r(self) -> int:
-        """Return the inner dimension, summed over the chains that are added."""
-        return self.u.n + sum(chain.r for chain in self.more)
+        """Return the inner dimension, summed over the chains that are added; 0 of a dense one."""
+        return 0 if self.second is None else self.u.n + sum(chain.r for chain in self.more)
 
     @property
     def weights(self) -> list[Key]:
         """Return the matrices that the kernel reads."""
-        own = [factor.key for factor in self.factors]
-        own += [self.base.weight.key] if self.base else []
+        own = [weight.key for weight in self.letters.values()]
         return own + [key for other in self.more for key in other.weights]
 
     @property

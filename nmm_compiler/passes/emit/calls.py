@@ -11,7 +11,6 @@ updates of a weight, and gradients reach it.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -24,10 +23,11 @@ from torch import fx
 from nmm_compiler.errors import NmmError
 from nmm_compiler.kernels.base import KernelSpec
 from nmm_compiler.kernels.packed_formats import MX
+from nmm_compiler.ops.definition import EACH
 from nmm_compiler.ops.launches import view_turned
 from nmm_compiler.ops.linear import CORRECTED, CORRECTED_MLP, CORRECTED_SHARED, SUFFIX
 from nmm_compiler.ops.registration import DEFINITIONS
-from nmm_compiler.passes.chains.chain import Chain, Step, Weight, is_whole_feature
+from nmm_compiler.passes.chains.chain import Chain, Step, is_whole_feature
 from nmm_compiler.passes.chains.safety import Refusal, covered, tokens_to_judge
 from nmm_compiler.passes.emit.editor import Editor, NotEmittedError, aten
 from nmm_compiler.passes.emit.stored import (
@@ -57,109 +57,31 @@ _OF_BASES = {
     "gated_mlp": CORRECTED_MLP.name,
 }
 """The ops whose dense weights are of few bits, by those of other weights."""
-_LISTS = {
-    "u": "us", "v": "vs", "bias": "biases", "w": "ws", "w_scale": "w_scales",
-    "branch_scale": "branch_scales",
-}  # fmt: skip
-"""What an op of several linears calls the operands of one."""
 
 
-@dataclass(frozen=True)
-class Linear:
-    """A chain, and how its weights of few bits are stored, where a kernel reads them so.
-
-    factors: fp8 numbers of u and v, or of the one weight. base: the dense weight of few bits, alone
-    or beside the factors.
-    """
-
-    chain: Chain
-    factors: tuple[Stored, ...] = ()
-    base: Stored | None = None
-
-    @property
-    def dense(self) -> Weight | None:
-        """The dense weight, alone or beside the factors."""
-        if self.chain.base is not None:
-            return self.chain.base.weight
-        return self.chain.u if self.chain.second is None else None
-
-    @property
-    def rank(self) -> int:
-        """The inner dimension of all its branches, 0 of a dense weight alone."""
-        return 0 if self.chain.second is None else self.chain.r
-
-    @property
-    def format(self) -> str:
-        """The format of the dense weight that is read as it is stored, else ""."""
-        return "" if self.base is None else self.base.format
-
-    @property
-    def ways(self) -> dict[str, str]:
-        """The keywords of its weights, which several linears need alike to be one call."""
-        said = {} if self.dense is None else {"w_layout": self.dense.layout}
-        if self.chain.second is not None:
-            said |= {"u_layout": self.chain.u.layout, "v_layout": self.chain.v.layout}
-        return said | ({"format": self.format} if self.format else {})
-
-    @property
-    def hidden(self) -> set[Key]:
-        """The weights that the call does not read, but the leaves that they are made of."""
-        weights = self.chain.factors if self.factors else ()
-        if self.base is not None and self.dense is not None:
-            weights = (*weights, self.dense)
-        return {weight.key for weight in weights}
-
-    def operands(self, editor: Editor) -> dict[str, Any]:
-        """Emit the operands; return them by the names that an op of one linear has."""
-        chain, base = self.chain, self.base
-        if base is not None and chain.second is None:
-            made = fold_chain(editor, chain, (base,))
-        else:
-            parts = (chain, *chain.more)
-            made = join(editor, parts, [fold_chain(editor, one, self.factors) for one in parts])
-        if chain.second is None:
-            made["w"] = made.pop("u")
-        elif base is not None and self.dense is not None:
-            made["w"] = base.values_node(editor, self.dense)
-        elif chain.base is not None:
-            made["w"] = weight_node(editor, chain.base.weight)
-        if base is not None:
-            made["w_scale"] = base.scale_node(editor)
-            if self.factors:
-                first, last = (one_dim(editor, one.scale, chain.r) for one in self.factors)
-                made["branch_scale"] = editor.call(aten.mul.Tensor, first, last)
-        return made
-
-    def notes(self, c: Canonical) -> list[str]:
-        """Return how its weights are read."""
-        read = [key for key in self.chain.weights if key not in self.hidden]
-        bits = MX[self.format].bits if self.format in MX else 8
-        said = {
-            "a factor is dequantized or made of stored weights at each call": any(
-                key in c.made or c.base(key)[0] in c.quantized for key in read
-            ),
-            "the fp8 branch is read as stored: a byte an element": self.base and self.factors,
-            f"the {self.format} weight is read as stored: {bits} bits an element": self.format,
-            "a kernel rounds x to mxfp8 beside it": self.format in MX,
-            "the scales of torchao's weight are put in order at each call": (
-                self.base is not None and self.base.is_torchao
-            ),
-        }
-        return [note for note, holds in said.items() if holds]
+def emit_linear(editor: Editor, chain: Chain) -> dict[str, Any]:
+    """Emit the operands of a chain; return them by the letters that ops have for them."""
+    parts = (chain, *chain.more)
+    made = join(editor, parts, [fold_chain(editor, one) for one in parts])
+    if chain.second is None:
+        made["w"] = made.pop("u")
+    elif chain.base is not None:
+        made["w"] = weight_node(editor, chain, "w")
+    made |= {f"{letter}_scale": one.scale_node(editor) for letter, one in chain.bits.items()}
+    if {"u_scale", "w_scale"} <= made.keys():
+        scales = made["u_scale"], made["v_scale"]
+        made["branch_scale"] = editor.call(aten.mul.Tensor, *scales)
+    return made
 
 
-def fold_chain(editor: Editor, chain: Chain, stored: Sequence[Stored] = ()) -> dict[str, Any]:
-    """Fold the steps between and after the products of a chain; stored: its weights as bytes.
+def fold_chain(editor: Editor, chain: Chain) -> dict[str, Any]:
+    """Fold the steps between and after the products of a chain.
 
     Return u and v, or u alone, in the layouts of the chain, and scale and bias of scale * (x u) v +
     bias; with inner_bias and inner_gain of a function between the products.
     """
-    nodes: list[Any]
-    if stored:
-        pairs = zip(stored, chain.factors, strict=True)
-        nodes = [one.values_node(editor, weight) for one, weight in pairs]
-    else:
-        nodes = [weight_node(editor, weight) for weight in chain.factors]
+    letters = "uv" if chain.second else "w"
+    nodes: list[Any] = [weight_node(editor, chain, letter) for letter in letters]
     u, v = [*nodes, None][:2]  # a dense product has no v
     plain_v = v  # the inner bias is multiplied by v before scales are folded into v
     scale, bias = 1.0, None
@@ -219,8 +141,11 @@ def in_layout(editor: Editor, node: fx.Node, have: str, want: str) -> fx.Node:
     return node if have == want else editor.permute(node, (1, 0))
 
 
-def weight_node(editor: Editor, weight: Weight) -> fx.Node:
-    """Return the 2-D node of a weight as it is stored."""
+def weight_node(editor: Editor, chain: Chain, letter: str) -> fx.Node:
+    """Return the 2-D node of a weight as it is stored; its bytes where a kernel reads these."""
+    weight, stored = chain.letters[letter], chain.bits.get(letter)
+    if stored is not None:
+        return stored.values_node(editor, weight)
     return editor.reshape(editor.operand(weight.key), weight.stored)
 
 
@@ -253,6 +178,29 @@ def fold(
         factor = editor.reshape(factor, (size, 1))
     folded = editor.call(aten.mul.Tensor, node, factor)
     return (folded, v) if over_u else (u, folded)
+
+
+def packed(op: Any, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the operands of an op by name; rows: the tensors of each of its linears by letters.
+
+    The scales of all weights have the order of these.
+    """
+    given: dict[str, Any] = {}
+    scales: list[Any] = []
+    ends = dict(zip(getattr(op, "ends", ()), rows, strict=False))
+    for one in op.operands:
+        own = rows if one.end == EACH else [ends.get(one.end, rows[0])]
+        letters = ["u", "v", "w"] if one.letter == "uvw" else [one.letter]
+        held = [(row, letter) for row in own for letter in letters]
+        scales += [row[f"{letter}_scale"] for row, letter in held if f"{letter}_scale" in row]
+        tensors = [row.get(letter) for row, letter in held]
+        if one.letter == "uvw":
+            given[one.name] = [tensor for tensor in tensors if tensor is not None]
+        elif one.letter:
+            given[one.name] = tensors if "[]" in one.kind else tensors[0]
+    if None in given.get("branch_scales", ()):  # where one has it, all have
+        given["branch_scales"] = None
+    return {**given, "scales": scales}
 
 
 @dataclass
@@ -379,24 +327,26 @@ def without_data(value: Any) -> Any:
 
 @dataclass
 class Call:
-    """A kernel call: its linears, source and result. Layouts are "row" until `layout` assigns them.
+    """A kernel call: its chains, source and result. Layouts are "row" until `layout` assigns them.
 
-    op: of plain weights, see `op_name`. activation: of the result of one linear, or of the gate of
-    several. members: the calls of one linear each that this is in place of. rounded: x, where it is
-    fp8 numbers. note: how weights of eight bits are read. turned: x is the "col" result of another
+    op: of plain weights, see `op_name`. activation: of the result of one chain, or of the gate of
+    several. members: the calls of one chain each that this is in place of. format: of dense weights
+    of few bits that the op has beside branches, "" for other weights. rounded: x, where it is fp8
+    numbers. note: how weights of eight bits are read. turned: x is the "col" result of another
     call. unread: calls that read the result as "col" are all that reads it. said: keywords of a
     norm of x that is inside; ends: its vectors, and a residual of the result's shape, by the op's
     names.
     """
 
     op: str
-    linears: tuple[Linear, ...]
+    chains: tuple[Chain, ...]
     source: Source
     final: fx.Node
     out_dims: Dims
     covered: frozenset[fx.Node] = frozenset()
     activation: str = "identity"
     members: tuple[Call, ...] = ()
+    format: str = ""
     rounded: Scaled | None = None
     note: str = ""
     x_layout: str = "row"
@@ -417,18 +367,17 @@ class Call:
         plain = all(map(_has_a_bias_at_most, chains))
         why = "" if plain else "more than a bias stands beside its products"
         stored = read_factors(c, weights, c.dtype(final), why)
-        linears, note = tuple(map(Linear, chains)), ""
-        if stored and stored[0].reason:
-            note = f"{stored[0].format} factors are dequantized at each call: {stored[0].reason}"
-        elif stored:
-            left = iter(stored)
-            note = f"{stored[0].format} factors are read as stored: a byte an element"
-            linears = tuple(
-                Linear(chain, tuple(itertools.islice(left, len(chain.factors)))) for chain in chains
-            )
+        reason, note = stored[0].reason if stored else "", ""
+        if stored:
+            how = "read as stored: a byte an element"
+            how = f"dequantized at each call: {reason}" if reason else how
+            note = f"{stored[0].format} factors are {how}"
+        left = iter(() if reason else stored)
+        read = ((one, dict(zip(one.letters, left, strict=False))) for one in chains)
+        chains = [dataclasses.replace(one, bits=bits) for one, bits in read]
         source = best_source(c, first.x, first.x_dims, first.weight.k, final)
         given: dict[str, Any] = {"source": source, "note": note, **more}
-        call = cls(op, linears, final=final, out_dims=out_dims, **given)
+        call = cls(op, (*chains,), final=final, out_dims=out_dims, **given)
         call.covered = covered(c, final, call.keys())
         return call
 
@@ -445,32 +394,26 @@ class Call:
         chains = [one.chain for one in members]
         call = cls.of(c, op, chains, first.final, first.out_dims, members=tuple(members))
         call.covered = call.covered.union(*(one.covered for one in members))
-        if any(one.linears[0].base for one in members):
-            linears = tuple(one.linears[0] for one in members)
-            return dataclasses.replace(call, linears=linears, note="")
+        if first.format:
+            return dataclasses.replace(call, chains=(*chains,), format=first.format, note="")
         return call
 
     @property
     def chain(self) -> Chain:
-        """The products of the first linear."""
-        return self.linears[0].chain
+        """The first chain."""
+        return self.chains[0]
 
     @property
     def n(self) -> int:
         """The features of the result."""
-        return self.linears[-1].chain.n
-
-    @property
-    def format(self) -> str:
-        """The format of dense weights of few bits, "" for other weights."""
-        return self.linears[0].format
+        return self.chains[-1].n
 
     @property
     def op_name(self) -> str:
         """The op that is called: another one for weights that are read as bytes."""
         if self.format:
             return _OF_BASES[self.op]
-        return self.op + SUFFIX * any(one.factors for one in self.linears)
+        return self.op + SUFFIX * any(one.bits for one in self.chains)
 
     def results(self) -> tuple[Call, ...]:
         """Return one call per result, each with a layout of its own."""
@@ -487,8 +430,8 @@ class Call:
 
     def keys(self) -> list[Key]:
         """Return the values that the call reads, and what stays outside of it."""
-        behind = {one.chain.first.x for one in self.linears[2:] if not self.members}
-        keys = (key for one in self.linears for key in one.chain.operands)
+        behind = {one.first.x for one in self.chains[2:] if not self.members}
+        keys = (key for one in self.chains for key in one.operands)
         return [key for key in keys if key not in behind]
 
     def tokens_count(self) -> Size:
@@ -539,30 +482,27 @@ class Call:
 
     def named(self, editor: Editor) -> dict[str, Any]:
         """Emit what stands behind x; return it and the keywords by the names of all ops."""
-        names, chain, results = DEFINITIONS[self.op_name].defaults, self.chain, self.results()
-        each = [one.operands(editor) for one in self.linears]
-        for made in each if "scale" not in names else ():
-            last = next(one for one in ("branch_scale", "v", "w") if made.get(one) is not None)
-            made[last] = times(editor, made[last], made["scale"])
-        inner = chain.inner
+        op, chain, results = DEFINITIONS[self.op_name], self.chain, self.results()
+        rows, inner = [emit_linear(editor, one) for one in self.chains], chain.inner
+        for row in rows if "scale" not in op.defaults else ():
+            last = next(one for one in ("branch_scale", "v", "w") if row.get(one) is not None)
+            row[last] = times(editor, row[last], row["scale"])
         given = {
-            **each[0], **self.said, "activation": self.activation, "x_layout": self.x_layout,
-            "tp": chain.tp, "tp_axis": "rows" if chain.tp > 1 else "", "group": chain.group,
+            **self.said, "activation": self.activation, "x_layout": self.x_layout,
+            "format": self.format, "scale": rows[0]["scale"], "tp": chain.tp,
+            "tp_axis": "rows" if chain.tp > 1 else "", "group": chain.group,
             "inner_activation": inner.name if isinstance(inner, Activation) else "identity",
         }  # fmt: skip
-        for one in self.linears:
+        for one in self.chains:
             given |= one.ways
         if isinstance(inner, Norm):
             given["inner_eps"] = inner.eps
-        given |= {many: [made.get(one) for made in each] for one, many in _LISTS.items()}
-        if None in given["branch_scales"]:  # where one has it, all have
-            del given["branch_scales"]
-        if "scales" in names:
-            given["scales"] = self._scales(editor)
-        if "gate" in names:
-            given |= self._projections(editor, each)
+        if "weight_layout" in op.defaults:
+            given["weight_layout"] = self._in_one_layout(editor, rows)
+        given |= packed(op, rows)
         if self.rounded is not None:
             given |= {"x_scale": 1.0, "out_dtype": dtype_name(editor.dtype)}
+            given["scales"] = [self._with_x(editor, one) for one in given["scales"]]
         layouts = [one.out_layout for one in results]
         activations = [one.activation for one in results]
         given["out_layout"] = layouts[0] if len({*layouts}) == 1 else "row"
@@ -574,34 +514,22 @@ class Call:
             given["residual"] = editor.arrange(given["residual"], self.out_dims, dims)
         return given
 
-    def _scales(self, editor: Editor) -> list[fx.Node]:
-        """Emit the scales of fp8 weights in the order in which the op has these."""
-        each: list[Sequence[Stored]] = [one.factors for one in self.linears]
-        if self.members:
-            each = [[first for first, _ in self._firsts(each)], [last for _, last in each]]
-        scales = [one.scale_node(editor) for one in itertools.chain(*each)]
-        if self.rounded is not None:  # both scales multiply the sums
-            if self.rounded.scale is not None:
-                own = editor.reshape(editor.node(self.rounded.scale), (1,))
-                scales = [editor.call(aten.mul.Tensor, one, own) for one in scales]
-            scales = [times(editor, one, self.rounded.number) for one in scales]
-        return scales
+    def _with_x(self, editor: Editor, scale: fx.Node) -> fx.Node:
+        """Emit the scales of a weight times those of x, since both multiply the sums."""
+        assert self.rounded is not None
+        if self.rounded.scale is not None:
+            own = editor.reshape(editor.node(self.rounded.scale), (1,))
+            scale = editor.call(aten.mul.Tensor, scale, own)
+        return times(editor, scale, self.rounded.number)
 
-    def _firsts(self, each: Sequence[Any]) -> Sequence[Any]:
-        """Return those of linears that have a first factor of their own."""
-        return each[:1] if self.op.endswith("shared_u") else each
-
-    def _projections(self, editor: Editor, each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the weights and biases of a gated MLP, all weights in one layout."""
-        layouts = [weight.layout for one in self.linears for weight in one.chain.factors]
+    def _in_one_layout(self, editor: Editor, rows: Sequence[dict[str, Any]]) -> str:
+        """Turn the weights of a gated MLP to the layout that most of them have; return it."""
+        layouts = [one.layout for chain in self.chains for one in chain.letters.values()]
         layout = "col" if layouts.count("col") * 2 >= len(layouts) else "row"
-        given: dict[str, Any] = {"weight_layout": layout}
-        for name, linear, made in zip(("gate", "up", "down"), self.linears, each, strict=False):
-            nodes = [made["u"], made["v"]] if linear.rank else [made["w"]]
-            pairs = zip(nodes, linear.chain.factors, strict=True)
-            given[name] = [in_layout(editor, node, one.layout, layout) for node, one in pairs]
-            given[f"{name}_bias"] = made["bias"]
-        return given
+        for chain, row in zip(self.chains, rows, strict=True):
+            for letter, one in chain.letters.items():
+                row[letter] = in_layout(editor, row[letter], one.layout, layout)
+        return layout
 
     def emit(self, c: Canonical, editor: Editor) -> fx.Node:
         """Emit the call and what surrounds it; return the node with the final value, the first of
@@ -636,13 +564,14 @@ class Call:
 
     def info(self) -> dict[str, Any]:
         """Return what a report says about the call; n: of a gated MLP, features of gate and up."""
-        linears, chain, inner = self.linears, self.chain, self.chain.inner
-        chains = [one.chain for one in linears if one.rank or one.base or self.rounded]
-        ranks = [str(one.rank or "dense") for one in self._firsts(linears)]
+        chains, chain, inner = self.chains, self.chain, self.chain.inner
+        counted = [one for one in chains if one.second or self.format or self.rounded]
+        ranks = [str(one.r or "dense") for one in chains[: 1 if "shared_u" in self.op else None]]
+        bytes_of = [one.format for one in chain.bits.values() if one.format != self.format]
         tokens = self.tokens_count()
         said = {
             "base_weight": self.format,
-            "weights": "".join(one.format for one in linears[0].factors[:1]),
+            "weights": "".join(bytes_of[:1]),
             "x": "" if self.rounded is None else "fp8",
             "inner": inner.kind if isinstance(inner, Norm) else inner and inner.name,
             "tp": chain.tp if chain.tp > 1 else 0,
@@ -650,17 +579,33 @@ class Call:
         return {
             "m": tokens if isinstance(tokens, int) else str(tokens),
             "k": self.source.k,
-            "r": linears[0].rank if len(linears) == 1 else "+".join(ranks),
+            "r": chain.r if len(chains) == 1 else "+".join(ranks),
             "n": "+".join(str(one.n) for one in self.members) or chain.n,
-            "chains": sum(1 + len(one.more) for one in chains),
+            "chains": sum(1 + len(one.more) for one in counted),
             "activation": self.activation,
             **{name: value for name, value in said.items() if value},
         }
 
     def notes(self, c: Canonical) -> tuple[str, ...]:
         """Return how its weights are read."""
-        said = dict.fromkeys(note for one in self.linears for note in one.notes(c))
-        return (*filter(None, (self.note,)), *said)
+        read = [key for one in self.chains for key in {*one.weights} - one.hidden]
+        bits = MX[self.format].bits if self.format in MX else 8
+        dense = [one.bits["w"] for one in self.chains if self.format]
+        said = {
+            self.note: self.note,
+            "a factor is dequantized or made of stored weights at each call": any(
+                key in c.made or c.base(key)[0] in c.quantized for key in read
+            ),
+            "the fp8 branch is read as stored: a byte an element": (
+                self.format and any("u" in one.bits for one in self.chains)
+            ),
+            f"the {self.format} weight is read as stored: {bits} bits an element": self.format,
+            "a kernel rounds x to mxfp8 beside it": self.format in MX,
+            "the scales of torchao's weight are put in order at each call": any(
+                one.is_torchao for one in dense
+            ),
+        }
+        return tuple(note for note, holds in said.items() if holds)
 
     def spec(self, c: Canonical) -> KernelSpec:
         """Return what the kernel computes, with the norm and the residual that are inside.
@@ -703,18 +648,18 @@ def _has_a_bias_at_most(chain: Chain) -> bool:
 def with_base(c: Canonical, call: Call) -> Call | Stored | None:
     """Return a call that reads its dense weight of few bits as it is stored, or how that is stored
     and why no kernel reads it; None for a dense weight of another kind, and for no such weight."""
-    chain, (linear, *_) = call.chain, call.linears
-    if linear.dense is None:
+    chain, dense = call.chain, call.chain.letters.get("w")
+    if dense is None:
         return None
     why = "something stands between its factors" if chain.inner is not None else ""
     why = "several devices share it" if chain.tp > 1 else why
-    base = read_base(c, linear.dense, c.dtype(call.final), why)
+    base = read_base(c, dense, c.dtype(call.final), why)
     if base is None or base.reason:
         return base
-    branch = _fp8_branch(c, chain) if base.format in MX else ()
-    linear = Linear(chain, branch, base)
-    note = "" if branch or not linear.rank else call.note
-    made = dataclasses.replace(call, linears=(linear,), note=note)
+    branch = _fp8_branch(c, chain) if base.format in MX else {}
+    chain = dataclasses.replace(chain, bits={**branch, "w": base})
+    note = "" if branch or not chain.r else call.note
+    made = dataclasses.replace(call, chains=(chain,), format=base.format, note=note)
     try:
         made.spec(c).check(c.chip)
     except NmmError as error:
@@ -722,15 +667,15 @@ def with_base(c: Canonical, call: Call) -> Call | Stored | None:
     return made
 
 
-def _fp8_branch(c: Canonical, chain: Chain) -> tuple[Stored, ...]:
-    """Return u and v of a branch of fp8 numbers as they are stored; () for any other."""
+def _fp8_branch(c: Canonical, chain: Chain) -> dict[str, Stored]:
+    """Return u and v of a branch of fp8 numbers as they are stored; nothing for any other."""
     plain = chain.second is not None and not chain.more and not chain.middle
     steps = [step for step in chain.after if step.kind != "bias"]
     if not plain or any(step.key is not None for step in steps):
-        return ()
+        return {}
     found = read_eight_bits(c, chain.u), read_eight_bits(c, chain.v, by_input=True)
     stored = [one for one in found if one is not None and one.format == "fp8" and not one.reason]
     if len(stored) < 2 or chain.v.layout != "col":
-        return ()
+        return {}
     of_rank = c.shape(stored[0].scale) in ((chain.r, 1), (chain.r,))
-    return tuple(stored) if of_rank else ()
+    return dict(zip("uv", stored, strict=True)) if of_rank else {}

@@ -44,13 +44,14 @@ class CorrectedMLP(KernelRule):
         node, down, (_, (activation, inner), key) = candidate
         chains = [read_adapted(graph, inner), read_adapted(graph, key), down]
         read = (with_base(graph, Call.of_chain(graph, one)) for one in chains if one is not None)
-        calls = [one for one in read if isinstance(one, Call) and not one.chain.biased]
-        if len(calls) < 3 or inner is key:
+        calls = [one for one in read if isinstance(one, Call)]
+        steps = [step for one in calls for step in one.chain.steps]
+        if len(calls) < 3 or inner is key or any(step.kind == "bias" for step in steps):
             return None
         gate, up, _ = calls
-        linears = tuple(one.linears[0] for one in calls)
+        linears = tuple(one.chain for one in calls)
         ways = {way for one in linears for way in one.ways.items()}
-        alike = len(ways) == len(dict(ways)) and len({bool(one.factors) for one in linears}) == 1
+        alike = len(ways) == len(dict(ways)) and len({"u" in one.bits for one in linears}) == 1
         tokens = (gate.chain.first, gate.out_dims, up.chain.first, up.out_dims)
         out_dims = over_tokens(graph, gate.out_dims, down)
         if not alike or out_dims is None or down.n != gate.source.k:
@@ -58,7 +59,7 @@ class CorrectedMLP(KernelRule):
         if not same_tokens(graph, *tokens):
             return None
         whole = dataclasses.replace(
-            gate, op="gated_mlp", linears=linears, final=node, out_dims=out_dims,
+            gate, op="gated_mlp", chains=linears, final=node, out_dims=out_dims,
             activation=activation,
         )  # fmt: skip
         try:

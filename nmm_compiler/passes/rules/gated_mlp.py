@@ -165,13 +165,13 @@ class GatedMLP(KernelRule):
         out_dims = over_tokens(graph, half.out_dims, down)
         if out_dims is None or not down.only_bias():
             return None
-        chains = [*(one.chain for one in half.linears), down]
+        chains = [*half.chains, down]
         call = Call.of(graph, "gated_mlp", chains, node, out_dims, activation=half.activation)
         spec = refuse(graph, call.covered, node, call.keys()) or _spec(graph, call)
         made = spec if isinstance(spec, Refusal) else self.called(graph, call, spec)
         if isinstance(made, Match):
             return made
-        pair = any(one.rank for one in half.linears)  # reported where two calls take its place
+        pair = any(one.second for one in half.chains)  # reported where two calls take its place
         return dataclasses.replace(made, report_even_if_superseded=True) if pair else None
 
 

@@ -45,7 +45,7 @@ def group(c: Canonical, rule: KernelRule, calls: list[Call]) -> Match | None:
     whole = Call.of_several(c, f"lowrank_matmul_{rule.name}", calls)
     keys = whole.keys()
     made = {call.chain.first.x for call in calls}
-    made = made.union(*(one.hidden for one in whole.linears))  # whose leaves are hoisted
+    made = made.union(*(one.hidden for one in whole.chains))  # whose leaves are hoisted
     for key in [*(k for k in keys if k not in made), calls[0].source.key]:
         owner = owner_of(key)
         if not isinstance(key, Virtual) and owner.op != "get_attr" and position[owner] >= places[0]:
@@ -69,9 +69,8 @@ class SharedX(KernelRule):
             call = match.data
             if not isinstance(call, Call) or call.op != "lowrank_matmul" or call.chain.tp > 1:
                 continue  # no kernel of several chains sums over devices
-            (linear,) = call.linears
-            plain = call.is_whole if linear.base else only_bias(call.chain)
-            alike = *linear.ways.items(), bool(linear.factors)
+            plain = call.is_whole if call.format else only_bias(call.chain)
+            alike = tuple(call.chain.ways.items())
             single = all(len(dim) <= 1 for dim in call.source.dims) and len(call.source.dims) > 1
             if plain and single and (call.source.is_row() or call.source.is_col()):
                 groups.setdefault((call.source.key, alike), []).append(match)
