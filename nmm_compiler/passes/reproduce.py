@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch._dynamo.debug_utils import NNModuleToString
 
-from nmm_compiler.passes.graph.canonical import Canonical
+from nmm_compiler.passes.graph.canonical import owner_of
 from nmm_compiler.passes.graph.capture import collect_values
 from nmm_compiler.passes.graph.effects import fetch_attribute
 from nmm_compiler.passes.graph.read_graph import read_graph
@@ -27,6 +27,7 @@ _PROGRAM = '''"""{title} Written by nmm_compiler {version}."""
 import torch
 import torch.fx
 from torch import device, inf, nan, tensor
+from torch._dynamo.testing import rand_strided
 
 import nmm_compiler as nmm
 
@@ -84,7 +85,12 @@ def reproducer(
     inner: Any = module.get_submodule(match.graph) if match.graph else module
     values = collect_values(inner, inputs)
     canonical = read_graph(inner, values)
-    nodes = _with_views(canonical, {node.name for node in match.nodes})
+    # Rules look through views: two transposes of one tensor are one tensor to them.
+    names = {node.name for node in match.nodes}
+    own = [node for node in inner.graph.nodes if node.name in names]
+    viewed = (key for node in own for one in node.all_input_nodes for key in canonical.through(one))
+    both = {*own, *map(owner_of, viewed)}
+    nodes = [n for n in inner.graph.nodes if n in both and n.op.startswith("call")]
     taken = set(nodes)
     read = dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in taken)
     piece = fx.Graph()
@@ -112,28 +118,11 @@ def reproducer(
     return _program(title, made, (values[node] for node in read), ending)
 
 
-def _with_views(canonical: Canonical, names: set[str]) -> list[fx.Node]:
-    """Return the calls of these names and the views that they read, in order.
-
-    Rules look through views: two transposes of one tensor are one tensor to them.
-    """
-    taken: set[fx.Node] = set()
-    for node in reversed(canonical.graph.nodes):
-        is_view = canonical.views.get(node, (node, ()))[0] is not node
-        read = any(reader in taken for reader in node.users)
-        if node.op.startswith("call") and (node.name in names or (is_view and read)):
-            taken.add(node)
-    return [node for node in canonical.graph.nodes if node in taken]
-
-
 def literal(value: Any) -> str:
     """Return Python code for an input like this one: its shape and dtype, with random numbers."""
     if isinstance(value, torch.Tensor):
         size, stride = ([_number(n) for n in part] for part in (value.shape, value.stride()))
-        last = sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-        held = last + 1 if all(size) else 0  # elements of the memory below; a view may repeat them
-        make = "randn" if value.is_floating_point() else "zeros"
-        return f"torch.{make}({held}).to({value.dtype}).as_strided({size}, {stride})"
+        return f"rand_strided({size}, {stride}, {value.dtype})"
     return repr(_number(value) if isinstance(value, torch.SymInt) else value)
 
 
