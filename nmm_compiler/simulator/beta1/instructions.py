@@ -52,7 +52,7 @@ from nmm_compiler.simulator.isa.enums import engine as engines
 from nmm_compiler.simulator.isa.enums import matmul_perf_mode
 from nmm_compiler.simulator.language.base import ndarray, psum, sbuf, shared_identity_matrix
 from nmm_compiler.simulator.language.functions import NAMES as LANGUAGE
-from nmm_compiler.simulator.language.functions import reduced_shape
+from nmm_compiler.simulator.language.functions import reduced_shape, result_of
 from nmm_compiler.simulator.machine import current
 from nmm_compiler.simulator.signatures import Function
 from nmm_compiler.simulator.tensors import dtypes
@@ -131,9 +131,7 @@ def tensor_anywhere(name: str, role: str, value: Any) -> Tensor:
 
 def copied(view: NkiTensor, kind: DType | None = None) -> NkiTensor:
     """Return a copy in SBUF."""
-    made = ndarray(view.shape, kind or view.dtype, sbuf)
-    ISSUE["tensor_copy"](made, view)
-    return made
+    return result_of(ISSUE["tensor_copy"], view, view, dtype=kind)
 
 
 def in_sbuf(view: NkiTensor) -> NkiTensor:

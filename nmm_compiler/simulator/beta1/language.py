@@ -58,6 +58,7 @@ from nmm_compiler.simulator.isa.gather import FP32_MIN
 from nmm_compiler.simulator.language import base
 from nmm_compiler.simulator.language.base import MemoryRegion, psum, sbuf, tile_size
 from nmm_compiler.simulator.language.functions import NAMES as CURRENT
+from nmm_compiler.simulator.language.functions import result_of
 from nmm_compiler.simulator.machine import current
 from nmm_compiler.simulator.signatures import Function
 from nmm_compiler.simulator.tensors import dtypes
@@ -235,12 +236,12 @@ def load_transpose2d(src: Any, *, mask: Any = None, dtype: Any = None) -> Tensor
 def _turned_by_products(dst: NkiTensor, view: NkiTensor) -> None:
     flat = dst.reshape((dst.shape[0], dst.free_size)) if len(dst.shape) != 2 else dst
     for start in range(0, view.shape[0], tile_size.pmax):
-        stop = min(start + tile_size.pmax, view.shape[0])
-        block = base.ndarray((stop - start, view.shape[1]), view.dtype, sbuf)
-        ISSUE["dma_copy"](block, view[start:stop, :])
-        turned = base.ndarray((view.shape[1], stop - start), view.dtype, psum)
-        ISSUE["nc_transpose"](turned, block, engine.tensor)
-        ISSUE["tensor_copy"](flat[:, start:stop], turned)
+        part = view[start : min(start + tile_size.pmax, view.shape[0]), :]
+        block = result_of(ISSUE["dma_copy"], part, part)
+        turned = result_of(
+            ISSUE["nc_transpose"], block, block, engine.tensor, shape=part.shape[::-1], buffer=psum
+        )
+        ISSUE["tensor_copy"](flat[:, start : start + part.shape[0]], turned)
 
 
 @_named

@@ -44,6 +44,7 @@ from nmm_compiler.simulator.beta1.index import (
 from nmm_compiler.simulator.isa.elementwise import memset, tensor_copy
 from nmm_compiler.simulator.isa.operands import same_view
 from nmm_compiler.simulator.language.base import ndarray, psum, sbuf
+from nmm_compiler.simulator.language.functions import result_of
 from nmm_compiler.simulator.machine import current, kernel_frame, place_instructions
 from nmm_compiler.simulator.tensors.dtypes import DType
 from nmm_compiler.simulator.tensors.elements import mark, poisoned_values
@@ -196,9 +197,8 @@ class Tensor:
         of the two is written.
         """
         if session().lent.pop(id(self), None) is not None:
-            copied = ndarray(self.shape, self.kind, psum if self.memory == "psum" else sbuf)
-            tensor_copy(copied, self.tile())
-            self.become(Tensor(copied))
+            view, region = self.tile(), psum if self.memory == "psum" else sbuf
+            self.become(Tensor(result_of(tensor_copy, view, view, buffer=region)))
 
     def tile(self, box: Part = True) -> NkiTensor:
         """Return the simulator's view of this tile, or of a box of it: (start, stop) per dimension.

@@ -7,6 +7,7 @@ instructions below check them.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -48,10 +49,23 @@ def named(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return exported(function)
 
 
-def new_tile(like: NkiTensor, dtype: Any = None, shape: tuple[int, ...] = ()) -> NkiTensor:
-    """Return an SBUF tile; its dtype and shape are those of `like` unless given."""
+def result_of(
+    issue: Callable[..., Any],
+    like: NkiTensor,
+    *operands: Any,
+    dtype: Any = None,
+    shape: tuple[int, ...] = (),
+    buffer: Any = sbuf,
+    **options: Any,
+) -> NkiTensor:
+    """Return a new tile that an instruction writes; of `like` are its dtype and shape unless given.
+
+    operands, options: of the instruction, behind its destination.
+    """
     kind = like.dtype if dtype is None else kind_of(dtype)
-    return ndarray(shape or like.shape, kind, sbuf, "")
+    result = ndarray(shape or like.shape, kind, buffer, "")
+    issue(result, *operands, **options)
+    return result
 
 
 def need_tile(name: str, x: Any) -> NkiTensor:
@@ -75,9 +89,8 @@ def stretch(name: str, x: NkiTensor, shape: tuple[int, ...]) -> NkiTensor:
 
 def combine(name: str, op: str, x: NkiTensor, y: NkiTensor, dtype: Any) -> NkiTensor:
     """Return x <op> y, elementwise, where y is stretched to the shape of x."""
-    result = new_tile(x, dtype)
-    elementwise.tensor_tensor(result, x, stretch(name, y, x.shape), NAMES[op])
-    return result
+    operands = x, stretch(name, y, x.shape), NAMES[op]
+    return result_of(elementwise.tensor_tensor, x, *operands, dtype=dtype)
 
 
 def _binary(name: str) -> None:
@@ -86,23 +99,18 @@ def _binary(name: str) -> None:
     def function(x: Any, y: Any, dtype: Any = None) -> NkiTensor:
         tile, other, reverse = (x, y, False) if isinstance(x, NkiTensor) else (y, x, True)
         need_tile(name, tile)
+        scalar = functools.partial(result_of, elementwise.tensor_scalar, dtype=dtype)
         if not isinstance(other, NkiTensor):
-            result = new_tile(tile, dtype)
-            elementwise.tensor_scalar(result, tile, function, other, reverse0=reverse)
-            return result
+            return scalar(tile, tile, function, other, reverse0=reverse)
         rank = len(y.shape)
         x.need(len(x.shape) == rank, f"nl.{name}: the other has {rank} dimensions; make equal")
         shape = tuple(max(a, b) for a, b in zip(x.shape, y.shape, strict=True))
-        result = new_tile(x, dtype, shape)
         for tile, other, reverse in ((x, y, False), (y, x, True)):
             vector = other.free_size == 1 and tile.shape == shape and tile.free_size > 1
             if vector and op.kind == "arith" and name != "power" and other.dtype == "float32":
-                elementwise.tensor_scalar(result, tile, function, other, reverse0=reverse)
-                return result
-        elementwise.tensor_tensor(
-            result, stretch(name, x, shape), stretch(name, y, shape), function
-        )
-        return result
+                return scalar(x, tile, function, other, shape=shape, reverse0=reverse)
+        operands = stretch(name, x, shape), stretch(name, y, shape), function
+        return result_of(elementwise.tensor_tensor, x, *operands, dtype=dtype, shape=shape)
 
     function.__doc__ = f"Return x <{name}> y, elementwise; also the operator nl.{name}."
     named(name, function)
@@ -116,9 +124,7 @@ def _unary(name: str, issue: Issue) -> Callable[..., Any]:
     """Enter a function of a tile that issues one instruction."""
 
     def function(x: Any, dtype: Any = None) -> NkiTensor:
-        result = new_tile(need_tile(name, x), dtype)
-        issue(result, x, function)
-        return result
+        return result_of(issue, need_tile(name, x), x, function, dtype=dtype)
 
     function.__doc__ = f"Return {name}(x), elementwise; also the operator nl.{name}."
     return named(name, function)
@@ -151,19 +157,16 @@ copy = _unary(
 
 def _periodic(name: str, shift: float) -> None:
     def function(x: Any, dtype: Any = None) -> NkiTensor:
-        wrapped = new_tile(need_tile(name, x), float32)
-        elementwise.tensor_scalar(
-            wrapped, x, NAMES["add"], shift + math.pi, op1=NAMES["mod"],
-            operand1=2.0 * math.pi,
+        wrapped = result_of(
+            elementwise.tensor_scalar, need_tile(name, x), x, NAMES["add"], shift + math.pi,
+            op1=NAMES["mod"], operand1=2.0 * math.pi, dtype=float32,
         )  # fmt: skip
         elementwise.tensor_scalar(wrapped, wrapped, NAMES["subtract"], np.float32(math.pi))
         elementwise.tensor_scalar(
             wrapped, wrapped, NAMES["minimum"], math.pi - 1e-6,
             op1=NAMES["maximum"], operand1=-math.pi + 1e-6,
         )  # fmt: skip
-        result = new_tile(x, dtype)
-        _activate(result, wrapped, NAMES["sin"])
-        return result
+        return result_of(_activate, x, wrapped, NAMES["sin"], dtype=dtype)
 
     function.__doc__ = f"Return {name}(x) after range reduction; nl.sin is also an activation."
     named(name, function)
@@ -186,15 +189,15 @@ def where(condition: Any, x: Any, y: Any, dtype: Any = None) -> NkiTensor:
     """Return x where condition is nonzero, else y."""
     condition = need_tile("where", condition)
     tile = x if isinstance(x, NkiTensor) else y if isinstance(y, NkiTensor) else condition
-    result = new_tile(tile, dtype, condition.shape)
+    kind = tile.dtype if dtype is None else kind_of(dtype)
+    result = ndarray(condition.shape, kind, sbuf, "")
     mask = NAMES["not_equal"](condition, 0.0, dtype="uint8")
     for value, reverse in ((y, True), (x, False)):
         source = value
         if isinstance(value, NkiTensor):
             source = stretch("where", value, condition.shape)
-            if source.dtype != result.dtype:
-                source = new_tile(result)
-                elementwise.tensor_copy(source, stretch("where", value, condition.shape))
+            if source.dtype != kind:
+                source = result_of(elementwise.tensor_copy, result, source)
         elementwise.tensor_copy_predicated(result, source, mask, reverse)
     return result
 
@@ -219,9 +222,8 @@ def reduced_shape(shape: tuple[int, ...], axes: Any, keepdims: bool) -> tuple[in
 def _reduction(name: str, op: str) -> None:
     def function(x: Any, axis: Any, dtype: Any = None, keepdims: bool = False) -> NkiTensor:
         axes = _axes(name, need_tile(name, x), axis)
-        result = new_tile(x, dtype, reduced_shape(x.shape, axes, keepdims))
-        reductions.tensor_reduce(result, NAMES[op], x, axes)
-        return result
+        shape = reduced_shape(x.shape, axes, keepdims)
+        return result_of(reductions.tensor_reduce, x, NAMES[op], x, axes, dtype=dtype, shape=shape)
 
     function.__doc__ = f"Return the {name} over the last free axes; also a reduction operator."
     named(name, function)
@@ -237,10 +239,8 @@ _reduction("prod", "multiply")
 def mean(x: Any, axis: Any, dtype: Any = None, keepdims: bool = False) -> NkiTensor:
     """Return the mean over the last free axes."""
     count = math.prod(x.shape[a] for a in _axes("mean", x, axis))
-    total = NAMES["sum"](x, axis, float32, keepdims)
-    result = new_tile(x, dtype, total.shape)
-    elementwise.tensor_scalar(result, total, NAMES["multiply"], 1.0 / count)
-    return result
+    total, kind = NAMES["sum"](x, axis, float32, keepdims), dtype or x.dtype
+    return NAMES["multiply"](total, 1.0 / count, kind)
 
 
 @exported
@@ -279,10 +279,10 @@ def rms_norm(
     """Return x / sqrt(sum(x^2) / n + epsilon) * w."""
     kind = float32 if compute_dtype is None else kind_of(compute_dtype)
     total = NAMES["sum"](NAMES["square"](x, dtype=kind), axis, float32, True)
-    scaled = new_tile(total)
-    elementwise.tensor_scalar(
-        scaled, total, NAMES["multiply"], 1.0 / n, op1=NAMES["add"], operand1=epsilon
-    )
+    scaled = result_of(
+        elementwise.tensor_scalar, total, total, NAMES["multiply"], 1.0 / n, op1=NAMES["add"],
+        operand1=epsilon,
+    )  # fmt: skip
     elementwise.activation(scaled, NAMES["rsqrt"], scaled)
     normal = combine("rms_norm", "multiply", x, scaled, kind)
     return combine("rms_norm", "multiply", normal, w, dtype or x.dtype)
@@ -320,9 +320,8 @@ def _spread_by_product(dst: NkiTensor, row: NkiTensor) -> None:
 def load(src: Any, dtype: Any = None) -> NkiTensor:
     """Return an SBUF copy of an HBM tensor."""
     tile = need_tile("load", src)
-    result = new_tile(tile, dtype, tile.shape if len(tile.shape) > 1 else (1, *tile.shape))
-    dma.dma_copy(result, tile)
-    return result
+    shape = tile.shape if len(tile.shape) > 1 else (1, *tile.shape)
+    return result_of(dma.dma_copy, tile, tile, dtype=dtype, shape=shape)
 
 
 @exported
@@ -350,9 +349,8 @@ def load_transpose2d(src: Any, dtype: Any = None) -> NkiTensor:
     """Return an SBUF tile with the transpose of a 2-D HBM tensor."""
     tile = need_tile("load_transpose2d", src)
     tile.need(len(tile.shape) == 2, "nl.load_transpose2d: src must be 2-D")
-    result = ndarray((tile.shape[1], tile.shape[0]), tile.dtype, sbuf, "")
-    dma.dma_transpose(result, tile, (1, 0))
-    return _converted(result, dtype)
+    turned = result_of(dma.dma_transpose, tile, tile, (1, 0), shape=tile.shape[::-1])
+    return _converted(turned, dtype)
 
 
 def _converted(tile: NkiTensor, dtype: Any) -> NkiTensor:
@@ -364,9 +362,11 @@ def _converted(tile: NkiTensor, dtype: Any) -> NkiTensor:
 def transpose(x: Any, dtype: Any = None) -> NkiTensor:
     """Return the transpose of a 2-D tile, in PSUM."""
     tile = need_tile("transpose", x)
-    result = ndarray((tile.free_size, tile.shape[0]), tile.dtype, psum, "")
-    tensor_engine.nc_transpose(result, tile, engine=engines.tensor)
-    return _converted(result, dtype and kind_of(dtype))
+    turned = result_of(
+        tensor_engine.nc_transpose, tile, tile, shape=(tile.free_size, tile.shape[0]), buffer=psum,
+        engine=engines.tensor,
+    )  # fmt: skip
+    return _converted(turned, dtype and kind_of(dtype))
 
 
 @exported
@@ -376,9 +376,8 @@ def matmul(x: Any, y: Any, transpose_x: bool = False) -> NkiTensor:
     need_tile("matmul", y)
     if not transpose_x:
         x = copy(transpose(x))
-    result = ndarray((x.free_size, y.free_size), float32, psum, "")
-    tensor_engine.nc_matmul(result, x, y)
-    return result
+    shape = x.free_size, y.free_size
+    return result_of(tensor_engine.nc_matmul, x, x, y, dtype=float32, shape=shape, buffer=psum)
 
 
 @exported
@@ -395,7 +394,7 @@ def broadcast_to(x: Any, shape: Any, dtype: Any = None) -> NkiTensor:
     tile.need(fits, f"nl.broadcast_to: it does not broadcast to {shape}")
     if tile.shape[0] != shape[0]:
         tile = copy(tile) if tile.memory == "psum" else tile
-        spread = new_tile(tile, None, (shape[0], *tile.shape[1:]))
+        spread = ndarray((shape[0], *tile.shape[1:]), tile.dtype, sbuf, "")
         on_chip = tile.memory == "sbuf" and tile.access().partition_start == 0
         if on_chip and tile.dtype in _EXACT_DTYPES:
             _spread_by_product(spread, tile)
@@ -405,9 +404,8 @@ def broadcast_to(x: Any, shape: Any, dtype: Any = None) -> NkiTensor:
         tile = spread
     if tile.shape == shape and (dtype is None or dtype == tile.dtype):
         return tile
-    result = new_tile(tile, dtype, shape)
-    elementwise.tensor_copy(result, stretch("broadcast_to", tile, shape))
-    return result
+    wide = stretch("broadcast_to", tile, shape)
+    return result_of(elementwise.tensor_copy, wide, wide, dtype=dtype)
 
 
 @exported
@@ -416,8 +414,7 @@ def gather_flattened(data: Any, indices: Any, axis: int = 0, dtype: Any = None) 
     free = f"nl.gather_flattened: axis {axis}; only the free axis"
     data.need(axis in (0, 1, -1), free, UnsupportedInstructionError)
     wide = indices if indices.dtype == "uint32" else copy(indices, "uint32")
-    result = ndarray(indices.shape, data.dtype, sbuf, "")
-    gather.nc_n_gather(result, data, wide)
+    result = result_of(gather.nc_n_gather, data, data, wide, shape=indices.shape)
     return _converted(result, dtype)
 
 
@@ -431,8 +428,7 @@ def full(shape: Any, fill_value: Any, dtype: Any, buffer: Any = sbuf, name: str 
         return tensor
     flat, width = tensor.reshape((tensor.size,)), min(tensor.size, 2048)
     rows = min(tensor.size // width, 128)
-    tile = ndarray((rows, width), tensor.dtype, sbuf, "")
-    elementwise.memset(tile, value)
+    tile = result_of(elementwise.memset, tensor, value, shape=(rows, width))
     whole = tensor.size // tile.size * tile.size
     for start in range(0, whole, tile.size):
         dma.dma_copy(flat[start : start + tile.size], tile)
@@ -495,8 +491,7 @@ def random_seed(seed: Any) -> None:
 @exported
 def dropout(x: Any, rate: Any, dtype: Any = None) -> NkiTensor:
     """Return x with elements zeroed with probability `rate`."""
-    result = ndarray(x.shape, x.dtype, sbuf, "")
-    program_state.dropout(result, x, rate)
+    result = result_of(program_state.dropout, x, x, rate)
     return _converted(result, dtype and kind_of(dtype))
 
 
