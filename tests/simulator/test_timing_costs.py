@@ -147,7 +147,6 @@ vector tensor_tensor_scan: ROW, ROW, ROW                             | -    | 10
 vector tensor_copy_predicated: ROW, ROW, ROW                         | 1024 | 512
 vector tensor_copy_predicated: ROW, ROW, SUM                         | 512  | 512
 vector reciprocal: ROW, ROW                                          | -    | 3072 6 passes
-gpsimd reciprocal: ROW, ROW                                          | -    | 512
 vector tensor_scalar_reduce: ROW, ROW                                | -    | 576
 vector tensor_reduce function=add: sbuf bfloat16 1, BF16             | -    | 256
 vector tensor_reduce function=min: sbuf bfloat16 1, BF16             | -    | 512

@@ -12,7 +12,7 @@ from trace_builder import STEADY, TRN1, TRN2, Builder, Scene, starts, stops, tou
 
 from nmm_compiler import targets
 from nmm_compiler.simulator.timing.costs import ENGINES
-from nmm_compiler.simulator.timing.regions import WRITE, Storage, distinct_bytes, overlaps
+from nmm_compiler.simulator.timing.regions import Storage, distinct_bytes, overlaps
 from nmm_compiler.simulator.timing.resources import Pool, Slots
 from nmm_compiler.simulator.timing.schedule import time_trace, wake_us
 from nmm_compiler.simulator.timing.timeline import Booking, stagger_us
@@ -209,7 +209,7 @@ def test_accesses_are_found_and_forgotten_among_many(data):
         }[kind]
         access = known.setdefault(str(access), access)  # a trace has one for each region
         region = storage.region(access)
-        found = region.uses_near(writing=True)
+        found = [use for near in region.near for use in (*near.made, *near.reads.values())]
         assert sorted(found) == sorted(use for old, use in kept if overlaps(old, access))
         use = float(number), 5, number
         writing = data.draw(st.booleans())
@@ -217,9 +217,7 @@ def test_accesses_are_found_and_forgotten_among_many(data):
         if writing:
             kept = [(old, use) for old, use in kept if not _inside(old, access)]
         else:  # the last one of an engine counts
-            kept = [
-                (old, use) for old, use in kept if old != access or use == region.uses.get(WRITE)
-            ]
+            kept = [(old, use) for old, use in kept if old != access or use in region.made]
         kept.append((access, use))
 
 

@@ -38,8 +38,7 @@ class oob_mode(Member):  # noqa: N801
 class matmul_perf_mode(Member):  # noqa: N801
     """TensorE performance mode."""
 
-    none = "none"
-    double_row = "double_row"
+    none, double_row = "none", "double_row"
 
 
 class nc_version(IntEnum):  # noqa: N801

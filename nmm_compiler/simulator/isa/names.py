@@ -23,7 +23,6 @@ FAMILIES = (
 """The files of instructions; loading them fills INSTRUCTIONS."""
 
 CONSTANTS: dict[str, Any] = {**MEMBERS, "nc_version": enums.nc_version}
-CYCLES = {op: issue.row.cycles for op, issue in INSTRUCTIONS.items()}
 NAMES: dict[str, Any] = {
     **INSTRUCTIONS,
     **CONSTANTS,

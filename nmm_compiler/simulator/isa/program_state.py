@@ -165,12 +165,10 @@ def _check_register(call: Call, role: str) -> None:
 def register_move(call: Call, dst: Any, src: Any) -> Steps:
     """dst = src, an integer or another register."""
     _check_register(call, "dst")
-    if isinstance(src, VirtualRegister):
-        value, known = src.value, src.known
-    else:
-        value, known = call.integer("src", src, range(-(2**31), 2**32)), True
+    if not isinstance(src, VirtualRegister):
+        src = VirtualRegister(call.integer("src", src, range(-(2**31), 2**32)), symbol="")
     yield {}
-    dst.write(value, known)
+    dst.write(src.value, src.known)
 
 
 @instruction(

@@ -19,7 +19,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from nmm_compiler.simulator.isa.cycles import one_pass
-from nmm_compiler.simulator.isa.names import CYCLES
+from nmm_compiler.simulator.isa.names import INSTRUCTIONS
 from nmm_compiler.simulator.tensors.geometry import contiguous_run
 from nmm_compiler.simulator.timing.compiler import scalar_can
 from nmm_compiler.simulator.trace import Access, Instruction
@@ -37,7 +37,11 @@ _LARGEST_DESCRIPTOR_BYTES = 65536
 
 US = 1e6
 """Microseconds in a second."""
-RULES = {op: cycles for op, cycles in sorted(CYCLES.items()) if cycles is not one_pass}
+RULES = {
+    op: issue.row.cycles
+    for op, issue in sorted(INSTRUCTIONS.items())
+    if issue.row.cycles is not one_pass
+}
 """How long an instruction holds its engine, where that is not a pass over its elements."""
 
 

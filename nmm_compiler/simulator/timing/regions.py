@@ -98,24 +98,24 @@ def distinct_bytes(accesses: Iterable[Access]) -> int:
 
 Use = tuple[float, int, Booking]
 """A write or a read: when it ends (microseconds), by which engine, and what held the engine."""
-WRITE = -1
 
 
 class Region:
     """Bytes of a storage that instructions touch.
 
-    uses: the last write of exactly these bytes, by `WRITE`, and the last read since then of each
+    made: the last write of exactly these bytes, if any; reads: the last one since then of each
     engine; later writes hide both. near: the regions that share a byte with it, of the first `seen`
     that were used.
     """
 
-    __slots__ = ("access", "near", "seen", "storage", "used", "uses")
+    __slots__ = ("access", "made", "near", "reads", "seen", "storage", "used")
 
     def __init__(self, storage: Storage, access: Access) -> None:
         self.storage, self.access = storage, access
         self.near: list[Region] = []
         self.seen, self.used = 0, False
-        self.uses: dict[int, Use] = {}
+        self.made: tuple[Use, ...] = ()
+        self.reads: dict[int, Use] = {}
 
     def look(self) -> None:
         """Find the regions near it among those that were used since it looked last."""
@@ -124,29 +124,25 @@ class Region:
         for first, behind, other in used[self.seen :]:
             if first < stop and start < behind and overlaps(other.access, access):
                 self.near.append(other)
-        self.seen = len(used)
-
-    def uses_near(self, writing: bool) -> list[Use]:
-        """Return the writes near it that no later one covers; before a write, the reads too."""
-        if writing:
-            return [use for other in self.near for use in other.uses.values()]
-        return [other.uses[WRITE] for other in self.near if WRITE in other.uses]
+        self.seen = self.storage.count
 
     def note(self, use: Use, writing: bool) -> None:
         """Remember a write, and forget what it covers, or the last read of an engine."""
-        storage, key = self.storage, WRITE if writing else use[1]
-        if writing:
-            if self.seen < len(storage.used):
-                self.look()
-            for other in self.near:
-                if covers(self.access, other.access):
-                    other.uses.clear()
-        elif key in self.uses and use[0] <= self.uses[key][0]:
-            return
+        storage, (ended, engine, _) = self.storage, use
         if not self.used:
             self.used = True
             storage.used.append((self.access.byte_start, self.access.byte_stop, self))
-        self.uses[key] = use
+            storage.count += 1
+        if not writing:
+            if engine not in self.reads or ended > self.reads[engine][0]:
+                self.reads[engine] = use
+            return
+        if self.seen < storage.count:
+            self.look()
+        for other in self.near:
+            if covers(self.access, other.access):
+                other.made, other.reads = (), {}
+        self.made = (use,)
 
 
 class Storage:
@@ -154,7 +150,7 @@ class Storage:
 
     regions: by the identity of their access, of which a trace has one for each region; kernels
     touch the same ones again and again, so which of them overlap is found once. used: those that
-    have had a use, with their bytes.
+    have had a use, with their bytes; count: how many there are.
     end: end of the last access so far, by `user`.
     floor: when its memory is free; `freed_by` frees it.
     pool: where its memory is from, until it gives it back; None of one at an address or in HBM.
@@ -167,17 +163,17 @@ class Storage:
         self.used: list[tuple[int, int, Region]] = []
         self.user: Booking | None = None
         self.freed_by: Booking | None = None
-        self.end = 0.0
-        self.floor = 0.0
+        self.end = self.floor = 0.0
+        self.count = 0
         self.pool: Pool | None = None
         self.put_off: list[tuple[Region, bool, Any]] = []
 
     def region(self, access: Access) -> Region:
         """Return the region of an access; it knows all used ones that it overlaps."""
         key = id(access)
-        region = self.regions.get(key)
-        if region is None:
-            region = self.regions[key] = Region(self, access)
-        if region.seen < len(self.used):
+        if key not in self.regions:
+            self.regions[key] = Region(self, access)
+        region = self.regions[key]
+        if region.seen < self.count:
             region.look()
         return region

@@ -345,11 +345,13 @@ class Scheduler:
                     when = storage.floor + self.target.engine_semaphore_seconds * US
                     if when > ready:
                         ready, waited = when, ("memory", storage.freed_by, storage.floor)
-                for ended, other, cause in region.uses_near(writing):
-                    when = ended + wake[other]
-                    if when > ready and other != ordered:
-                        why = "reuse" if writing else _MADE_BY[other]
-                        ready, waited = when, (why, cause, ended)
+                for near in region.near:
+                    uses = (*near.made, *near.reads.values()) if writing else near.made
+                    for ended, other, cause in uses:
+                        when = ended + wake[other]
+                        if when > ready and other != ordered:
+                            why = "reuse" if writing else _MADE_BY[other]
+                            ready, waited = when, (why, cause, ended)
         return ready, waited, touched
 
     def _enter(self, identity: int) -> Storage | None:
