@@ -196,7 +196,7 @@ def compute_block(
     else:
         p_sb = None
     x_how = spec.x_later if spec.p_tiles == 0 else "none"
-    x_left = stored_left(x_sb, x, x_how, spec.k, at.tokens, spec)
+    x_left = stored_left(x_sb, p_sb, x, x_how, spec.k, at.tokens, spec)
     if spec.combine != "":
         if spec.exchanges_h:
             # both halves of h^T; this core makes its own
@@ -208,7 +208,7 @@ def compute_block(
         else:
             h_sb = None
         h_result = Result(out[0], None, False, schedule.own_queue, h_sb, spec.down.n > 0)
-        combine(h_result, x_left, p_sb, spec.linears[0], spec.linears[1], around, at, spec, others)
+        combine(h_result, x_left, spec.linears[0], spec.linears[1], around, at, spec, others)
         if spec.exchanges_h:
             other = spec.h_tiles - at.core * spec.h_tiles
             exchange(h_all[0:128, other : other + spec.h_tiles, 0 : at.tokens], h_sb, at.core)
@@ -218,7 +218,7 @@ def compute_block(
         low_panels = []
         for one in spec.linears:
             x_of = Left(
-                x_left.strip, x, x_left.how if one.place == 0 else "none", x_left.left_scales
+                x_left.strip, x, x_left.how if one.place == 0 else "none", x_left.left_scales, p_sb
             )  # fmt: skip
             panels.append([])
             if spec.gathers:
@@ -232,7 +232,7 @@ def compute_block(
             else:
                 low_panels.append([])
             load_panels(
-                panels[one.place], low_panels[one.place], one, x_of, p_sb, 0, at, others
+                panels[one.place], low_panels[one.place], one, x_of, 0, at, others
             )  # fmt: skip
         for pair in spec.pairs:
             if pair.groups.count > 0 and pair.groups.slots == 0:
@@ -249,17 +249,16 @@ def compute_block(
                 factor = ends.scale[one.place]
             ending = epilogue_of(one, factor, ends.bias[one.place], None, False, spec)
             x_of = Left(
-                x_left.strip, x, x_left.how if one.place == 0 else "none", x_left.left_scales
+                x_left.strip, x, x_left.how if one.place == 0 else "none", x_left.left_scales, p_sb
             )  # fmt: skip
             result = Result(
                 out[one.place], residual, spec.residual, schedule.own_queue, None, False
             )
             expand(
-                result, panels[one.place], low_panels[one.place], x_of, p_sb, one, ending, at,
-                others,
+                result, panels[one.place], low_panels[one.place], x_of, one, ending, at, others
             )  # fmt: skip
     if spec.down.n > 0:
-        h_left = stored_left(h_strip, None, "none", spec.down.weight.k, at.tokens, spec)
+        h_stored = stored_left(h_strip, None, None, "none", spec.down.weight.k, at.tokens, spec)
         if spec.down.low_rank.r > 0:
             down_sb = nl.ndarray(
                 (128, spec.down.low_rank.tiles, at.tokens), dtype=p_type, buffer=nl.sbuf
@@ -270,17 +269,18 @@ def compute_block(
             )  # fmt: skip
         else:
             down_sb = None
+        h_left = Left(h_stored.strip, None, "none", h_stored.left_scales, down_sb)
         h_panels = []
         q_panels = []
-        load_panels(h_panels, q_panels, spec.down, h_left, down_sb, 0, at, others)
+        load_panels(h_panels, q_panels, spec.down, h_left, 0, at, others)
         last = epilogue_of(spec.down, ends.scale[2], ends.bias[2], None, False, spec)
         y_result = Result(out[0], residual, spec.residual, schedule.own_queue, None, False)
-        expand(y_result, h_panels, q_panels, h_left, down_sb, spec.down, last, at, others)
+        expand(y_result, h_panels, q_panels, h_left, spec.down, last, at, others)
 
 
-def stored_left(strip, source, how, size, tokens, spec) -> Left:
+def stored_left(strip, p_sb, source, how, size, tokens, spec) -> Left:
     """Return a strip as the products with dense weights take it: those of MX blocks quantized."""
     if spec.mx:
         quantized = quantize_strip(strip, size, tokens)
-        return Left(quantized[0], source, how, quantized[1])
-    return Left(strip, source, how)
+        return Left(quantized[0], source, how, quantized[1], p_sb)
+    return Left(strip, source, how, None, p_sb)

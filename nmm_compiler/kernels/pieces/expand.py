@@ -24,11 +24,11 @@ def dense_term(linear, left: Left, at: Block, others) -> Term:
     )  # fmt: skip
 
 
-def low_rank_term(linear, p_sb, at: Block, others) -> Term:
+def low_rank_term(linear, left: Left, at: Block, others) -> Term:
     """Return the product of its p with the second factor of a linear."""
     return Term(
         Left(
-            p_sb[
+            left.p_sb[
                 0:128,
                 linear.low_rank.tile : linear.low_rank.tile + linear.low_rank.tiles,
                 0 : at.tokens,
@@ -50,12 +50,12 @@ def epilogue_of(linear, scale, bias, gate, gated, spec) -> Epilogue:
     )  # fmt: skip
 
 
-def load_panels(panels, low_panels, linear, left: Left, p_sb, n0, at: Block, others):
+def load_panels(panels, low_panels, linear, left: Left, n0, at: Block, others):
     """Add the panels of a linear from output n0 on, if there are such, to those of its dense weight
     and of its second factor: loaded, if they are loaded ahead."""
     width = min(linear.last.block, linear.n - n0)
     own_dense = dense_term(linear, left, at, others)
-    own_low = low_rank_term(linear, p_sb, at, others)
+    own_low = low_rank_term(linear, left, at, others)
     if linear.low_rank.r > 0 and linear.low_rank.groups.slots == 0 and n0 < linear.n:
         low_panels.append(load_panel(own_low, n0, width, at))
     if linear.weight.k > 0 and n0 < linear.n:
@@ -63,53 +63,65 @@ def load_panels(panels, low_panels, linear, left: Left, p_sb, n0, at: Block, oth
 
 
 def expand(
-    result: Result, panels, low_panels, left: Left, p_sb, linear, ending: Epilogue, at: Block,
-    others,
+    result: Result, panels, low_panels, left: Left, linear, ending: Epilogue, at: Block, others
 ):  # fmt: skip
     """Store the result of a linear for a block of tokens; its first panels are there."""
-    dense = dense_term(linear, left, at, others)
-    low = low_rank_term(linear, p_sb, at, others)
     for n0 in range(0, linear.n, linear.last.block):
         columns = min(linear.last.block, linear.n - n0)
-        place = n0 // linear.last.block
         if linear.n > linear.last.block:
             following = n0 + linear.last.block
-            load_panels(panels, low_panels, linear, left, p_sb, following, at, others)
+            load_panels(panels, low_panels, linear, left, following, at, others)
         apart = columns // 128 if linear.runs else linear.last.apart
         panel = Panel(n0, columns, linear.last.group, linear.last.down, apart, columns, 0)
-        if linear.by_rows:
-            make_rows(
-                result, dense, panels[place] if linear.weight.k > 0 else [], low,
-                low_panels[place] if linear.low_rank.r > 0 else [], panel, at, ending,
-            )  # fmt: skip
-        else:
+        expand_panel(result, panels, low_panels, left, linear, ending, panel, at, others)
+
+
+def expand_panel(
+    result: Result, panels, low_panels, left: Left, linear, ending: Epilogue, panel: Panel,
+    at: Block, others,
+):  # fmt: skip
+    """Store some outputs of a linear, or keep them in a strip."""
+    dense = dense_term(linear, left, at, others)
+    low = low_rank_term(linear, left, at, others)
+    if linear.by_rows:
+        make_rows(
+            result, dense,
+            panels[panel.n0 // linear.last.block] if linear.weight.k > 0 else [], low,
+            low_panels[panel.n0 // linear.last.block] if linear.low_rank.r > 0 else [],
+            panel, at, ending,
+        )  # fmt: skip
+    else:
+        if not result.kept:
             y_sb = nl.ndarray(
-                (128, (columns + 127) // 128, at.tokens), dtype=result.out.dtype, buffer=nl.sbuf
-            )
-            if result.has_residual and not linear.turned:
-                added = nl.ndarray(y_sb.shape, dtype=result.out.dtype, buffer=nl.sbuf)
-                if linear.runs:
-                    move(added, as_runs(result.residual, n0, columns), result.own_queue)
-                else:
-                    load_rows(
-                        added, 0, Part(result.residual, n0, columns, at.m0, at.tokens),
-                        "strided_rows", columns,
-                    )  # fmt: skip
-            make_columns(
-                y_sb, dense, panels[place] if linear.weight.k > 0 else [], low,
-                low_panels[place] if linear.low_rank.r > 0 else [], panel, at, ending,
+                (128, (panel.columns + 127) // 128, at.tokens), dtype=result.out.dtype,
+                buffer=nl.sbuf,
             )  # fmt: skip
-            if linear.turned:
-                store_turned(result, y_sb, n0, columns, 0, 1, at)
+        if result.has_residual and not linear.turned:
+            added = nl.ndarray(y_sb.shape, dtype=result.out.dtype, buffer=nl.sbuf)
+            if linear.runs:
+                move(added, as_runs(result.residual, panel.n0, panel.columns), result.own_queue)
             else:
-                if result.has_residual:
-                    add_tiles(y_sb, added, columns)
-                if linear.runs:
-                    move(as_runs(result.out, n0, columns), y_sb, result.own_queue)
-                else:
-                    store_tiles(
-                        result.out, y_sb, result.own_queue, n0, columns, at.m0, at.tokens
-                    )  # fmt: skip
+                load_rows(
+                    added, 0, Part(result.residual, panel.n0, panel.columns, at.m0, at.tokens),
+                    "strided_rows", panel.columns,
+                )  # fmt: skip
+        make_columns(
+            result.strip if result.kept else y_sb, dense,
+            panels[panel.n0 // linear.last.block] if linear.weight.k > 0 else [], low,
+            low_panels[panel.n0 // linear.last.block] if linear.low_rank.r > 0 else [], panel, at,
+            ending,
+        )  # fmt: skip
+        if linear.turned and not result.kept:
+            store_turned(result, y_sb, panel.n0, panel.columns, 0, 1, at)
+        elif not result.kept:
+            if result.has_residual:
+                add_tiles(y_sb, added, panel.columns)
+            if linear.runs:
+                move(as_runs(result.out, panel.n0, panel.columns), y_sb, result.own_queue)
+            else:
+                store_tiles(
+                    result.out, y_sb, result.own_queue, panel.n0, panel.columns, at.m0, at.tokens
+                )  # fmt: skip
 
 
 def as_runs(row, n0, columns):
@@ -193,69 +205,45 @@ def add_tiles(dst, more, rows):
         nisa.tensor_tensor(dst=part, data1=part, data2=more[0:rest, tiles, 0:columns], op=nl.add)
 
 
-def combine(
-    result: Result, left: Left, p_sb, gate, up, ends: Ends, at: Block, spec, others
-):  # fmt: skip
+def combine(result: Result, left: Left, gate, up, ends: Ends, at: Block, spec, others):
     """Compute h = gate up for a block of tokens: stored, or h^T kept in a strip.
 
     The gate's sum leaves PSUM through its activation, the other through the multiplication.
     """
-    gate_dense = dense_term(gate, left, at, others)
-    gate_low = low_rank_term(gate, p_sb, at, others)
     gating = epilogue_of(gate, ends.scale[0], ends.bias[0], None, False, spec)
     # the gate's product has loaded x
-    loaded = Left(left.strip, left.source, "none", left.left_scales)
-    up_dense = dense_term(up, loaded, at, others)
-    up_low = low_rank_term(up, p_sb, at, others)
+    loaded = Left(left.strip, left.source, "none", left.left_scales, left.p_sb)
     gate_panels = []
     gate_low_panels = []
     up_panels = []
     up_low_panels = []
-    load_panels(gate_panels, gate_low_panels, gate, left, p_sb, 0, at, others)
-    load_panels(up_panels, up_low_panels, up, loaded, p_sb, 0, at, others)
+    load_panels(gate_panels, gate_low_panels, gate, left, 0, at, others)
+    load_panels(up_panels, up_low_panels, up, loaded, 0, at, others)
     for n0 in range(0, up.n, up.last.block):
         columns = min(up.last.block, up.n - n0)
-        place = n0 // up.last.block
         if up.n > up.last.block:
             following = n0 + up.last.block
-            load_panels(gate_panels, gate_low_panels, gate, left, p_sb, following, at, others)
-            load_panels(up_panels, up_low_panels, up, loaded, p_sb, following, at, others)
+            load_panels(gate_panels, gate_low_panels, gate, left, following, at, others)
+            load_panels(up_panels, up_low_panels, up, loaded, following, at, others)
         panel = Panel(n0, columns, up.last.group, up.last.down, up.last.apart, columns, 0)
-        if up.by_rows:
-            active = nl.ndarray(
-                (128, (at.tokens + 127) // 128, columns), dtype=nl.float32, buffer=nl.sbuf
-            )
-            make_rows(
-                Result(None, None, False, result.own_queue, active, True), gate_dense,
-                gate_panels[place] if gate.weight.k > 0 else [], gate_low,
-                gate_low_panels[place] if gate.low_rank.r > 0 else [], panel, at, gating,
-            )  # fmt: skip
-            gated = epilogue_of(up, ends.scale[1], ends.bias[1], active, True, spec)
-            make_rows(
-                Result(result.out, None, False, result.own_queue, None, False), up_dense,
-                up_panels[place] if up.weight.k > 0 else [], up_low,
-                up_low_panels[place] if up.low_rank.r > 0 else [], panel, at, gated,
-            )  # fmt: skip
-        else:
-            active = nl.ndarray(
-                (128, (columns + 127) // 128, at.tokens), dtype=nl.float32, buffer=nl.sbuf
-            )
-            make_columns(
-                active, gate_dense, gate_panels[place] if gate.weight.k > 0 else [], gate_low,
-                gate_low_panels[place] if gate.low_rank.r > 0 else [], panel, at, gating,
-            )  # fmt: skip
-            if spec.down.n > 0:
-                y_sb = result.strip[
-                    0:128, n0 // 128 : n0 // 128 + (columns + 127) // 128, 0 : at.tokens
-                ]
-            else:
-                y_sb = nl.ndarray(active.shape, dtype=result.out.dtype, buffer=nl.sbuf)
-            gated = epilogue_of(up, ends.scale[1], ends.bias[1], active, True, spec)
-            make_columns(
-                y_sb, up_dense, up_panels[place] if up.weight.k > 0 else [], up_low,
-                up_low_panels[place] if up.low_rank.r > 0 else [], panel, at, gated,
-            )  # fmt: skip
-            if up.turned:
-                store_turned(result, y_sb, n0, columns, 0, 1, at)
-            elif spec.down.n == 0:
-                store_tiles(result.out, y_sb, result.own_queue, n0, columns, at.m0, at.tokens)
+        active = nl.ndarray(
+            (128, (at.tokens + 127) // 128, columns)
+            if up.by_rows
+            else (128, (columns + 127) // 128, at.tokens),
+            dtype=nl.float32, buffer=nl.sbuf,
+        )  # fmt: skip
+        expand_panel(
+            Result(None, None, False, result.own_queue, active, True), gate_panels,
+            gate_low_panels, left, gate, gating, panel, at, others,
+        )  # fmt: skip
+        gated = epilogue_of(up, ends.scale[1], ends.bias[1], active, True, spec)
+        expand_panel(
+            Result(
+                result.out, None, False, result.own_queue,
+                result.strip[0:128, n0 // 128 : n0 // 128 + (columns + 127) // 128, 0 : at.tokens]
+                if result.kept
+                else None,
+                result.kept,
+            ),
+            up_panels, up_low_panels, loaded, up, gated, panel, at, others,
+        )  # fmt: skip
