@@ -27,7 +27,7 @@ from ..pieces.chosen_groups import (
     within,
 )
 from ..pieces.expand import store_turned
-from ..pieces.group_mlp import add_groups, make_blocks, strips_of
+from ..pieces.group_mlp import run_groups, strips_of
 from ..pieces.groups import check_index
 from ..pieces.narrow_groups import add_narrow_groups
 from ..pieces.new_tiles import filled, loaded
@@ -74,7 +74,7 @@ def compute_blocks(out, x, index, gates, operands, core, spec):
         some = within(listed_in_turn(groups, i, core, spec), spec.groups)
         chosen = tokens_of_turn(tokens, i, core, spec)
         own_rows = turns.select(0, i)[first:last, 0 : spec.k]
-        make_blocks(own_rows, x, chosen, some, operands, spec)
+        run_groups(own_rows, [x, chosen], [some, None], None, operands, 0, spec.tokens, spec)
 
     # as many turns as the blocks need: known on the device only
     nl.fori_loop(0, bound, body)
@@ -99,7 +99,7 @@ def compute_tokens(out, x, index, gates, operands, core, spec):
     total = filled((128, y_tiles, tokens), nl.float32, 0.0)
     if spec.way == "picks":
         ones = chosen_of_token(numbers, weights)
-        add_some(total, left, ones, numbers, weights, operands, half, tokens, spec)
+        add_some(total, left, ones, [numbers, weights], operands, half, tokens, spec)
     else:
         # the last weights of all groups, a row each
         last = operands[1] if spec.down.k > 0 else operands[9]
@@ -110,7 +110,7 @@ def compute_tokens(out, x, index, gates, operands, core, spec):
 
         def body(i):
             some = groups_of_turn(chosen, i, core, spec)
-            add_some(total, left, some, numbers, weights, operands, half, tokens, spec)
+            add_some(total, left, some, [numbers, weights], operands, half, tokens, spec)
 
         # as many turns as the chosen groups need: known on the device only
         nl.fori_loop(0, bound, body)
@@ -124,9 +124,9 @@ def compute_tokens(out, x, index, gates, operands, core, spec):
         store_turned(result, total, 0, spec.k, 0, 1, at)
 
 
-def add_some(total, left, some, numbers, weights, operands, half, tokens, spec):
+def add_some(total, left, some, picks, operands, half, tokens, spec):
     """Add to y^T what some groups make: in stacks where they are narrow."""
     if spec.stack > 1:
-        add_narrow_groups(total, left[0], some, numbers, weights, operands, tokens, spec)
+        add_narrow_groups(total, left[0], some, picks, operands, tokens, spec)
     else:
-        add_groups(total, left, some, numbers, weights, operands, half, tokens, spec)
+        run_groups(total, left, some, picks, operands, half, tokens, spec)

@@ -21,93 +21,71 @@ from .scales_and_biases import load_columns, load_spread
 from .sums import load_panel, make_columns, make_rows
 
 
-def add_groups(total, left, groups, numbers, weights, operands, core, m, spec):
-    """Add to y^T, [128, tiles, tokens], what some groups make of the tokens that chose them."""
-    ups = []
-    downs = []
-    at = Block(0, m, core)
-    ups.append(load_up(operands, groups[0][0:1, 0:1], 0, core, spec))
-    for s in range(spec.at_once):
-        if spec.way == "picks":
-            gates = weights[0:128, s : s + 1].reshape((128, 1, 1))
-        else:
-            group = groups[1][0:128, s : s + 1]
-            gates = gates_of(group, numbers, weights, m, spec.top_k)
-        one = groups[0][0:1, s : s + 1]
-        if spec.down_bias:
-            down_bias = load_columns(operands[3].select(0, one), spec.k, 1, 0, 1, False)
-            if spec.split == "weights":
-                # each of two cores adds half of it
-                nisa.tensor_scalar(dst=down_bias, data=down_bias, op0=nl.multiply, operand0=0.5)
-        else:
-            down_bias = None
-        down_scale = (
-            load_columns(operands[5].select(0, one), spec.k, 1, 0, 1, False)
-            if spec.scales != ""
-            else None
-        )
-        h = make_h(ups, downs, left, groups[0], s, operands, core, spec)
-        from_h = stored_term(h, spec.down)
-        from_q = plain_term(h[3], spec.down_v)
-        for k0 in range(0, spec.k, spec.down_block):
-            outputs = min(spec.down_block, spec.k - k0)
-            load_following(ups, downs, groups[0], s, k0, operands, core, spec)
-            panel = downs[s * spec.down_panels + k0 // spec.down_block]
-            k_tiles = (outputs + 127) // 128
-            made = nl.ndarray((128, k_tiles, m), dtype=nl.float32, buffer=nl.sbuf)
-            make_columns(
-                made, from_h, panel[0], from_q, panel[1],
-                Panel(k0, outputs, spec.group, 1, 1, outputs, 0), at,
-                Epilogue(
-                    down_scale, spec.scales, down_bias, spec.down_bias, "identity", nl.copy,
-                    gates.broadcast(1, k_tiles), True, None, False,
-                ),
-            )  # fmt: skip
-            y_part = total[0:128, k0 // 128 : k0 // 128 + k_tiles, 0:m]
-            add_tiles(y_part, made, outputs)
+def run_groups(out, source, groups, picks, operands, core, m, spec):
+    """Add to y^T, or store in rows of y, what some groups make of their tokens.
 
-
-def make_blocks(out, x, tokens, groups, operands, spec):
-    """Store what the groups of some blocks make of their tokens, rows [blocks tokens, k].
-
-    The tokens of a block are gathered before the products of the block before it, and turned behind
-    them.
+    source: these as a left factor, or x and the tokens of blocks. picks: their numbers and gates.
     """
     ups = []
     downs = []
     flats = []
-    m = spec.tokens
-    flats.append(gather_block(x, tokens, 0, spec))
-    ups.append(load_up(operands, groups[0:1, 0:1], 0, 0, spec))
-    left = strips_of(flats[0], m, spec)
+    blocks = spec.way == "blocks"
+    if blocks:
+        flats.append(gather_block(source[0], source[1], 0, spec))
+    ups.append(load_up(operands, groups[0][0:1, 0:1], 0, core, spec))
+    left = strips_of(flats[0], m, spec) if blocks else source
     for s in range(spec.at_once):
-        if s + 1 < spec.at_once:
-            flats.append(gather_block(x, tokens, s + 1, spec))
-        one = groups[0:1, s : s + 1]
-        wide_bias = (
-            load_spread(operands[3].select(0, one), spec.k, False) if spec.down_bias else None
-        )
-        wide_scale = (
-            load_spread(operands[5].select(0, one), spec.k, False) if spec.scales != "" else None
-        )
-        h = make_h(ups, downs, left, groups, s, operands, 0, spec)
+        if blocks and s + 1 < spec.at_once:
+            flats.append(gather_block(source[0], source[1], s + 1, spec))
+        if spec.way == "picks":
+            gates = picks[1][0:128, s : s + 1].reshape((128, 1, 1))
+        elif spec.way == "distinct":
+            group = groups[1][0:128, s : s + 1]
+            gates = gates_of(group, picks[0], picks[1], m, spec.top_k)
+        one = groups[0][0:1, s : s + 1]
+        bias = down_numbers(operands[3].select(0, one), spec) if spec.down_bias else None
+        if spec.down_bias and spec.split == "weights":
+            # each of two cores adds half of it
+            nisa.tensor_scalar(dst=bias, data=bias, op0=nl.multiply, operand0=0.5)
+        scale = down_numbers(operands[5].select(0, one), spec) if spec.scales != "" else None
+        h = make_h(ups, downs, left, groups[0], s, operands, core, spec)
         from_h = stored_term(h, spec.down)
         from_q = plain_term(h[3], spec.down_v)
-        if s + 1 < spec.at_once:
+        if blocks and s + 1 < spec.at_once:
             left = strips_of(flats[s + 1], m, spec)
         for k0 in range(0, spec.k, spec.down_block):
             outputs = min(spec.down_block, spec.k - k0)
-            load_following(ups, downs, groups, s, k0, operands, 0, spec)
+            load_following(ups, downs, groups[0], s, k0, operands, core, spec)
             panel = downs[s * spec.down_panels + k0 // spec.down_block]
-            make_rows(
-                Result(out, None, False, False, None, False),
-                from_h, panel[0], from_q, panel[1],
-                Panel(k0, outputs, spec.group, spec.patch, 1, outputs, 0), Block(s * m, m, 0),
-                Epilogue(
-                    wide_scale, spec.scales, wide_bias, spec.down_bias, "identity", nl.copy,
-                    None, False, None, False,
-                ),
-            )  # fmt: skip
+            part = Panel(k0, outputs, spec.group, spec.patch, 1, outputs, 0)
+            if blocks:
+                make_rows(
+                    Result(out, None, False, False, None, False), from_h, panel[0], from_q,
+                    panel[1], part, Block(s * m, m, 0),
+                    Epilogue(
+                        scale, spec.scales, bias, spec.down_bias, "identity", nl.copy, None, False,
+                        None, False,
+                    ),
+                )  # fmt: skip
+            else:
+                k_tiles = (outputs + 127) // 128
+                made = nl.ndarray((128, k_tiles, m), dtype=nl.float32, buffer=nl.sbuf)
+                make_columns(
+                    made, from_h, panel[0], from_q, panel[1], part, Block(0, m, core),
+                    Epilogue(
+                        scale, spec.scales, bias, spec.down_bias, "identity", nl.copy,
+                        gates.broadcast(1, k_tiles), True, None, False,
+                    ),
+                )  # fmt: skip
+                y_part = out[0:128, k0 // 128 : k0 // 128 + k_tiles, 0:m]
+                add_tiles(y_part, made, outputs)
+
+
+def down_numbers(vector, spec):
+    """Return a number of each output of down, as its sums lie."""
+    if spec.way == "blocks":
+        return load_spread(vector, spec.k, False)
+    return load_columns(vector, spec.k, 1, 0, 1, False)
 
 
 def stored_term(left, plan) -> Term:

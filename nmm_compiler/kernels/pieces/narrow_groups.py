@@ -14,7 +14,7 @@ from .new_tiles import copied, filled
 from .records import Part
 
 
-def add_narrow_groups(total, x_sb, groups, numbers, weights, operands, m, spec):
+def add_narrow_groups(total, x_sb, groups, picks, operands, m, spec):
     """Add to y^T, [128, tiles, tokens], what some groups make of the tokens that chose them."""
     stacks = spec.at_once // spec.stack
     rows = spec.stack * spec.features
@@ -26,12 +26,12 @@ def add_narrow_groups(total, x_sb, groups, numbers, weights, operands, m, spec):
         downs.append(load_stack_down(operands[1], groups[0], q, spec))
     for q in range(stacks):
         if spec.way == "picks":
-            gates = on_rows(weights[0:1, 0 : spec.at_once], q, spec)
+            gates = on_rows(picks[1][0:1, 0 : spec.at_once], q, spec)
         else:
             group = on_rows(groups[1][0:1, 0 : spec.at_once], q, spec)
-            picks = m * spec.top_k
+            every = m * spec.top_k
             strip = gates_of(
-                group, numbers[0:rows, 0:picks], weights[0:rows, 0:picks], m, spec.top_k
+                group, picks[0][0:rows, 0:every], picks[1][0:rows, 0:every], m, spec.top_k
             )
             gates = strip.reshape((rows, m))
         hs.append(stacked_h(x_sb, ups[q], gates, m, spec))
