@@ -314,6 +314,9 @@ class Folder(Editor):
         if function == "others.get":
             _, tensor = values.constant(self.value(updated.args[0]))
             return parsed(tensor if tensor in self.operands else "None")
+        if function.startswith("nisa."):
+            given = [one for one in updated.keywords if self.value(one.value) != known(None)]
+            return changed(updated, keywords=given)
         return updated
 
     def _made(self, node: ast.Call, fields: Mapping[str, str]) -> Made:

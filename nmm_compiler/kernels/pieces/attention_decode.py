@@ -18,7 +18,7 @@ import nki.isa as nisa
 import nki.language as nl
 
 from .attention_loads import make_identity, rotate
-from .loads_and_stores import evict, move, turn_tiles
+from .loads_and_stores import evict, move, turn_rows
 
 
 def decode_groups(outs, qs, k, v, rope, spec, schedule):
@@ -202,7 +202,7 @@ def turn_columns(natural, angles, spec, schedule):
     if schedule.pack > 1:
         spread_queries(q_t, turned, columns, spec, schedule)
     else:
-        turn_tiles(q_t, turned[0:columns, 0, 0 : spec.d], False, 0)
+        turn_rows(q_t, turned[0:columns, 0, 0 : spec.d], "strided_rows", 0)
     return q_t
 
 

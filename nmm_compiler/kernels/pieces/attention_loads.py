@@ -6,7 +6,7 @@ Queries and keys have the head size on the partitions, in parts of 128; values h
 import nki.isa as nisa
 import nki.language as nl
 
-from .loads_and_stores import load_rows, turn_tiles
+from .loads_and_stores import load_rows, turn_rows
 from .records import Part
 
 
@@ -59,9 +59,9 @@ def load_keys(k, rope, spec):
                 nisa.dma_copy(dst=natural[0:deep, 0, 0 : spec.d], src=k[r0 : r0 + deep, 0 : spec.d])
                 if spec.rope == "qk":
                     natural = rotate(natural, load_angles(rope, r0, deep, spec), deep, spec)
-                turn_tiles(
+                turn_rows(
                     k_t[0:128, 0 : spec.parts, r0 : r0 + deep], natural[0:deep, 0, 0 : spec.d],
-                    False, r0 // 128,
+                    "strided_rows", r0 // 128,
                 )  # fmt: skip
     return k_t
 
@@ -94,7 +94,8 @@ def turn_queries(flat, rope, q0, spec):
         natural = rotate(flat, load_angles(rope, first, rows, spec), rows, spec)
     q_t = nl.ndarray((128, spec.parts, spec.group, 128), dtype=flat.dtype, buffer=nl.sbuf)
     for h in range(spec.group):
-        turn_tiles(q_t[0:128, 0 : spec.parts, h, 0:rows], natural[0:rows, h, 0 : spec.d], False, h)
+        strip = q_t[0:128, 0 : spec.parts, h, 0:rows]
+        turn_rows(strip, natural[0:rows, h, 0 : spec.d], "strided_rows", h)
     return q_t
 
 

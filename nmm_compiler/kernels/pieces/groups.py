@@ -7,7 +7,7 @@ leave its tensor, which the DMA engine reports: nothing clamps it.
 import nki.isa as nisa
 import nki.language as nl
 
-from .loads_and_stores import move, turn_tiles
+from .loads_and_stores import move, turn_rows
 from .new_tiles import combined, copied, filled, loaded, ramp
 from .records import Block, Epilogue, Left, Panel, Term
 from .sums import make_columns
@@ -141,7 +141,7 @@ def project_gathered(p_sb, left: Left, u, columns, mask, pair, at: Block, spec):
         rows = min(128, pair.u.n - first)
         flat = loaded(u.vector_select(0, columns[tile]))
         strip = u_sb[0:128, 0:k_tiles, first : first + rows]
-        turn_tiles(strip, flat, pair.u.order == "consecutive_rows", tile)
+        turn_rows(strip, flat, pair.u.order, tile)
     panels = panels_of(u_sb, pair.u.k, pair.u.block, pair.u.chunk)
     for r0 in range(0, pair.u.n, pair.u.block):
         wide = min(pair.u.block, pair.u.n - r0)

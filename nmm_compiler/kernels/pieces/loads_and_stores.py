@@ -95,34 +95,35 @@ def load_transposed_by_tensor(dst, tile, part: Part, order, widen):
 
 
 def turn_rows(dst, flat, order, turn):
-    """Write rows of a tile, their elements a contraction index, as a strip: TensorE turns them."""
-    if order == "fours":
-        turn_fours(dst, flat, turn)
-    else:
-        turn_tiles(dst, flat, order == "consecutive_rows", turn)
+    """Write rows of a tile, their elements a contraction index, as a strip: TensorE turns them.
 
-
-def turn_tiles(dst, flat, consecutive, turn):
-    """Write rows as a strip, a tile of 128 after the other; one copy empties a bank of PSUM."""
+    One copy empties a bank of PSUM.
+    """
     width = flat.shape[0]
     rows = flat.shape[1]
-    tiles = rows // 128
-    many = 512 // width
+    unit = 4 if order == "fours" else 1
+    tiles = rows // (128 * unit) * unit
+    many = 512 // width if unit == 1 else unit
     for first in range(0, tiles, many):
         count = min(many, tiles - first)
         turned = nl.ndarray((128, count, width), dtype=flat.dtype, buffer=nl.psum)
         for i in range(count):
-            if consecutive:
+            if order == "consecutive_rows":
                 square = flat[0:width, first + i : 128 * tiles : tiles]
+            elif order == "fours":
+                begin = (first + i) // 4 * 512 + (first + i) % 4
+                square = flat[0:width, begin : begin + 509 : 4]
             else:
                 square = flat[0:width, 128 * (first + i) : 128 * (first + i + 1)]
             nisa.nc_transpose(dst=turned[0:128, i, 0:width], data=square, engine=nisa.engine.tensor)
         evict(dst[0:128, first : first + count, 0:width], turned, first // many + turn)
-    if rows % 128 > 0:
-        turned = nl.ndarray((rows % 128, width), dtype=flat.dtype, buffer=nl.psum)
-        last = flat[0:width, 128 * tiles : rows]
-        nisa.nc_transpose(dst=turned, data=last, engine=nisa.engine.tensor)
-        evict(dst[0 : rows % 128, tiles, 0:width], turned, turn)
+    deep = rows // unit % 128
+    if deep > 0:
+        turned = nl.ndarray((deep, unit, width), dtype=flat.dtype, buffer=nl.psum)
+        for j in range(unit):
+            last = flat[0:width, 128 * tiles + j : rows : unit]
+            nisa.nc_transpose(dst=turned[0:deep, j, 0:width], data=last, engine=nisa.engine.tensor)
+        evict(dst[0:deep, tiles : tiles + unit, 0:width], turned, turn)
 
 
 def load_fours(dst, tile, part: Part):
@@ -154,24 +155,6 @@ def load_runs(dst, tile, part: Part, total):
         dst[0:128, tile : tile + last - first, 0 : part.columns],
         rows[0:128, first:last, part.column : part.column + part.columns], True,
     )  # fmt: skip
-
-
-def turn_fours(dst, flat, turn):
-    """Write rows as a strip in order "fours".
-
-    A bank of PSUM takes the four tiles of 512 elements; one copy takes them out.
-    """
-    width = flat.shape[0]
-    for t in range((flat.shape[1] + 511) // 512):
-        deep = min(512, flat.shape[1] - 512 * t)
-        turned = nl.ndarray((deep // 4, 4, width), dtype=flat.dtype, buffer=nl.psum)
-        for j in range(4):
-            nisa.nc_transpose(
-                dst=turned[0 : deep // 4, j, 0:width],
-                data=flat[0:width, 512 * t + j : 512 * t + deep : 4],
-                engine=nisa.engine.tensor,
-            )
-        evict(dst[0 : deep // 4, 4 * t : 4 * t + 4, 0:width], turned, t + turn)
 
 
 def evict(dst, src, turn):
@@ -217,14 +200,9 @@ def finish_columns(dst, src, epilogue: Epilogue, tile, place, start, turn):
 def shape_columns(dst, src, scale, scaled, bias, epilogue: Epilogue, turn):
     """Write activation(scale src + bias), scale and bias per partition."""
     if epilogue.activation != "identity":
-        if scaled and epilogue.has_bias:
-            nisa.activation(dst=dst, op=epilogue.op, data=src, scale=scale, bias=bias)
-        elif scaled:
-            nisa.activation(dst=dst, op=epilogue.op, data=src, scale=scale)
-        elif epilogue.has_bias:
-            nisa.activation(dst=dst, op=epilogue.op, data=src, bias=bias)
-        else:
-            nisa.activation(dst=dst, op=epilogue.op, data=src)
+        nisa.activation(
+            dst=dst, op=epilogue.op, data=src, scale=scale if scaled else 1.0, bias=bias
+        )
     elif scaled and epilogue.has_bias:
         nisa.tensor_scalar(
             dst=dst, data=src, op0=nl.multiply, operand0=scale, op1=nl.add, operand1=bias
@@ -273,28 +251,24 @@ def finish_rows(dst, src, epilogue: Epilogue, first, place, top, turn):
     rows = src.shape[0]
     stop = first + src.shape[1]
     last = not epilogue.gated and epilogue.activation == "identity"
-    if not epilogue.scales:
+    if epilogue.scales:
+        direct = last and not epilogue.has_bias
+        value = dst if direct else nl.ndarray(src.shape, dtype=nl.float32, buffer=nl.sbuf)
+        if epilogue.scales == "channel":
+            nisa.tensor_tensor(
+                dst=value, data1=src, data2=epilogue.scale[0:rows, first:stop], op=nl.multiply
+            )
+        else:
+            at = top if epilogue.scales == "token" else 0
+            evict_scaled(value, src, epilogue.scale[0:rows, at : at + 1], turn)
+    else:
         value = src
-    elif last and not epilogue.has_bias:
-        value = dst
-    else:
-        value = nl.ndarray(src.shape, dtype=nl.float32, buffer=nl.sbuf)
-    if epilogue.scales == "channel":
-        nisa.tensor_tensor(
-            dst=value, data1=src, data2=epilogue.scale[0:rows, first:stop], op=nl.multiply
-        )
-    elif epilogue.scales:
-        at = top if epilogue.scales == "token" else 0
-        evict_scaled(value, src, epilogue.scale[0:rows, at : at + 1], turn)
-    if not epilogue.has_bias:
-        shifted = value
-    elif last:
-        shifted = dst
-    else:
-        shifted = nl.ndarray(src.shape, dtype=nl.float32, buffer=nl.sbuf)
     if epilogue.has_bias:
+        shifted = dst if last else nl.ndarray(src.shape, dtype=nl.float32, buffer=nl.sbuf)
         bias = epilogue.bias[0:rows, first:stop]
         nisa.tensor_tensor(dst=shifted, data1=value, data2=bias, op=nl.add)
+    else:
+        shifted = value
     if epilogue.gated:
         gate = epilogue.gate[0:rows, top, place : place + src.shape[1]]
         nisa.tensor_tensor(dst=dst, data1=shifted, data2=gate, op=nl.multiply)

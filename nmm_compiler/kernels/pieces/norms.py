@@ -32,34 +32,24 @@ def inverse_roots(squares, size, tokens, eps, down):
     """
     shift = filled((128, 1), nl.float32, eps)
     ones = filled((128, 128 if down else 1), nl.float32, 1.0)
-    if down:
-        inverse = nl.ndarray((128, tokens), dtype=nl.float32, buffer=nl.sbuf)
-        for m0 in range(0, tokens, 512):
-            mw = min(512, tokens - m0)
-            total = nl.ndarray((128, mw), dtype=nl.float32, buffer=nl.psum)
-            nisa.nc_matmul(
-                dst=total,
-                stationary=ones,
-                moving=squares[0:128, m0 : m0 + mw],
-                is_stationary_onezero=True,
-            )
-            part = inverse[0:128, m0 : m0 + mw]
-            nisa.activation(dst=part, op=nl.rsqrt, data=total, scale=1.0 / size, bias=shift)
-    else:
-        inverse = nl.ndarray((128, (tokens + 127) // 128), dtype=nl.float32, buffer=nl.sbuf)
-        for mt in range((tokens + 127) // 128):
-            mw = min(128, tokens - 128 * mt)
-            total = nl.ndarray((mw, 1), dtype=nl.float32, buffer=nl.psum)
-            nisa.nc_matmul(
-                dst=total,
-                stationary=squares[0:128, 128 * mt : 128 * mt + mw],
-                moving=ones,
-                is_moving_onezero=True,
-            )
-            part = inverse[0:mw, mt : mt + 1]
-            nisa.activation(
-                dst=part, op=nl.rsqrt, data=total, scale=1.0 / size, bias=shift[0:mw, 0:1]
-            )
+    step = 512 if down else 128
+    inverse = nl.ndarray(
+        (128, tokens if down else (tokens + 127) // 128), dtype=nl.float32, buffer=nl.sbuf
+    )
+    for m0 in range(0, tokens, step):
+        mw = min(step, tokens - m0)
+        high = 128 if down else mw
+        own = squares[0:128, m0 : m0 + mw]
+        total = nl.ndarray((high, mw if down else 1), dtype=nl.float32, buffer=nl.psum)
+        nisa.nc_matmul(
+            dst=total, stationary=ones if down else own, moving=own if down else ones,
+            is_stationary_onezero=down, is_moving_onezero=not down,
+        )  # fmt: skip
+        first = m0 if down else m0 // 128
+        nisa.activation(
+            dst=inverse[0:high, first : first + total.shape[1]], op=nl.rsqrt, data=total,
+            scale=1.0 / size, bias=shift[0:high, 0:1],
+        )  # fmt: skip
     return inverse
 
 
