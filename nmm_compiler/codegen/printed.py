@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 from nmm_compiler.codegen.trees import Block, Comment, Editor, changed
@@ -48,31 +47,19 @@ def _ended(body: Block) -> Block:
 
 def _laid_out(line: str) -> list[str]:
     """Return a line, or several if it is too long."""
-    pairs = [] if line.lstrip().startswith("#") else list(_brackets(line))
-    if len(line) <= WIDTH or not pairs:
+    depths = list(itertools.accumulate((sign in "([{") - (sign in ")]}") for sign in line))
+    outer = [i + 1 for i, depth in enumerate(depths) if depth == 1 and line[i] in "([{"]
+    closed = [start for start in outer if 0 in depths[start:]]
+    if len(line) <= WIDTH or not closed or line.lstrip().startswith("#"):
         return [line]
-    start, commas, stop = pairs[-1]
+    start = closed[-1]
+    stop = depths.index(0, start)
     indent = " " * (len(line) - len(line.lstrip()))
     inner = [f"{indent}    {line[start:stop]}"]
     if len(inner[0]) > WIDTH:
+        commas = [i for i in range(start, stop) if line[i] == "," and depths[i] == 1]
         places = [start - 1, *commas, stop]
         parts = [line[a + 1 : b].strip() for a, b in itertools.pairwise(places)]
         comma = "," if commas else ""
         inner = [one for part in parts for one in _laid_out(f"{indent}    {part}{comma}")]
     return [*_laid_out(line[:start]), *inner, f"{indent}{line[stop:]}"]
-
-
-def _brackets(line: str) -> Iterator[tuple[int, list[int], int]]:
-    """Yield (start, commas, end) of what is between each outer pair of brackets of a line."""
-    opened: list[int] = []
-    commas: list[int] = []
-    for place, sign in enumerate(line):
-        if sign in "([{":
-            opened.append(place + 1)
-        elif sign in ")]}" and opened:
-            start = opened.pop()
-            if not opened:
-                yield start, commas, place
-                commas = []
-        elif sign == "," and len(opened) == 1:
-            commas.append(place)
