@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -324,6 +324,15 @@ def check_arrays(spec: KernelSpec, arrays: tuple[Array, ...]) -> None:
             )
 
 
+Axes = Mapping[str, tuple[Collection[Any], str]]
+"""Of each axis of a schedule the values that it may have, and what to pass instead of others."""
+TILES = range(128, 1 << 24, 128), "pass a multiple of 128"
+FOURS_OF_H = (
+    range(512, 1 << 24, 512),
+    "MX products of h take whole 512s of its features, pass a multiple of 512",
+)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Schedule(Record):
     """Base of the schedules: what holds for a kernel without a loop over blocks of tokens.
@@ -348,6 +357,13 @@ class Schedule(Record):
     def short(self) -> str:
         """Return the axes that are set, for tables."""
         return " ".join(f"{name}={value}" for name, value in self.to_dict().items())
+
+    def check_axes(self, axes: Axes) -> None:
+        """Raise SpecError for an axis with a value that it may not have."""
+        for name, (values, takes) in axes.items():
+            value = getattr(self, name)
+            if value not in values:
+                raise SpecError(f"schedule: {name} is {value!r}; {takes}")
 
     def plan(self, spec: Any) -> Any:
         """Return what the NKI function reads as spec."""

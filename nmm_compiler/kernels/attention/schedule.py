@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from nmm_compiler.errors import CapacityError, SpecError
+from nmm_compiler.errors import CapacityError
 from nmm_compiler.kernels.attention.spec import AttentionSpec
 from nmm_compiler.kernels.base import Family, Schedule
 from nmm_compiler.kernels.tiling import item_bytes, tiles
@@ -77,15 +77,11 @@ class AttentionSchedule(Schedule):
     def check(self, spec: AttentionSpec, target: Target) -> None:
         """Raise CapacityError or SpecError, with numbers, unless legal for spec and target."""
         spec = spec.share(self.split)
-        if self.loop and not target.device_loops:
-            raise SpecError(
-                f"schedule: loop needs loops on the device, which {target.name} lacks; drop loop"
-            )
-        if self.pack not in (1, packed(spec)):
-            raise SpecError(
-                f"schedule: pack is {self.pack}, with k_layout {spec.k_layout!r}, d {spec.d} and "
-                f"{spec.keys} keys; decode kernels of keys in rows take {packed(spec)}"
-            )
+        takes = f"decode kernels of {spec.keys} keys in rows, of d {spec.d}, take {packed(spec)}"
+        self.check_axes({
+            "loop": ((False, target.device_loops), f"{target.name} has no loops, drop loop"),
+            "pack": ((1, packed(spec)), takes),
+        })  # fmt: skip
         scores = tiles(min(spec.section, spec.context), _BANK)
         banks = {"scores": 2 * scores, "weights": 2, "sums": 2}
         if spec.decode:

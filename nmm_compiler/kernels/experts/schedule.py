@@ -7,8 +7,15 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from nmm_compiler.errors import CapacityError, SpecError
-from nmm_compiler.kernels.base import GROUPS, WEIGHTS, Family, Schedule
+from nmm_compiler.errors import CapacityError
+from nmm_compiler.kernels.base import (
+    FOURS_OF_H,
+    GROUPS,
+    TILES,
+    WEIGHTS,
+    Family,
+    Schedule,
+)
 from nmm_compiler.kernels.experts.spec import FEW, TOKENS, ExpertsSpec
 from nmm_compiler.kernels.linear.layer import OPS, Weight
 from nmm_compiler.kernels.linear.schedule import (
@@ -261,32 +268,26 @@ class ExpertsSchedule(Schedule):
         ways = ["distinct"] * (spec.m <= TOKENS) + ["blocks"] * (spec.m > FEW)
         if spec.m == 1:  # two cores have half of the picks
             ways = ["picks"] if self.split else ["picks", "distinct"]
-        in_blocks = self.tokens in BLOCKS if self.way == "blocks" else not self.tokens
-        if self.way not in ways or self.at_once not in AT_ONCE or not in_blocks:
-            raise SpecError(
-                f"schedule: way {self.way!r}, {self.at_once} at once, blocks of {self.tokens}, for "
-                f"{spec.m} tokens; pass way as one of {ways}, {AT_ONCE} at once, and tokens as one "
-                f"of {BLOCKS} with 'blocks'"
-            )
+        self.check_axes({
+            "way": (ways, f"pass one of {ways} for {spec.m} tokens"),
+            "at_once": (AT_ONCE, f"pass one of {AT_ONCE}"),
+            "tokens": (
+                BLOCKS if self.way == "blocks" else (0,),
+                f"pass tokens as one of {BLOCKS} with way 'blocks', else 0",
+            ),
+            "block": FOURS_OF_H if spec.mx and self.block < part.features else TILES,
+            "down_block": TILES,
+            "banks": (
+                range(1, target.psum_banks - 1),
+                f"pass 1 to {target.psum_banks - 2}: two more are for what TensorE turns",
+            ),
+        })  # fmt: skip
         banks = tiles(self.tokens, 128) * tiles(self.most_blocks(part), 512)
         if banks > target.psum_banks - 2:
             raise CapacityError(
                 f"{spec.short()}: the tokens of {self.most_blocks(part)} blocks of {self.tokens} "
                 f"take {banks} PSUM banks, and {target.name} has {target.psum_banks - 2} for them; "
                 "split the tokens"
-            )
-        for name in ("block", "down_block"):
-            if getattr(self, name) < 1 or getattr(self, name) % 128:
-                raise SpecError(f"schedule: {name} is {getattr(self, name)}; pass multiples of 128")
-        if not 1 <= self.banks <= target.psum_banks - 2:
-            raise CapacityError(
-                f"{spec.short()}: {self.banks} PSUM banks for sums, and two for what TensorE "
-                f"turns; {target.name} has {target.psum_banks}, lower banks"
-            )
-        if spec.mx and self.block % 512 and self.block < part.features:
-            raise SpecError(
-                f"schedule: block is {self.block}; MX products of h take whole 512s of its "
-                "features, pass a multiple of 512"
             )
         self.check_sbuf(spec.short(), part, target, f"lower block from {self.block}")
 

@@ -9,8 +9,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from nmm_compiler.errors import CapacityError, SpecError
-from nmm_compiler.kernels.base import Family, Schedule, check_name
+from nmm_compiler.errors import CapacityError
+from nmm_compiler.kernels.base import FOURS_OF_H, TILES, Family, Schedule, check_name
 from nmm_compiler.kernels.linear.corrected import CorrectedMLPSpec, CorrectedSpec
 from nmm_compiler.kernels.linear.layer import Layer, Linear, Weight
 from nmm_compiler.kernels.linear.specs import SPECS
@@ -265,17 +265,9 @@ class LinearSchedule(Schedule):
     def check(self, spec: Any, target: Target) -> None:
         """Raise CapacityError, SpecError or UnknownNameError unless legal for spec and target."""
         layer: Layer = spec.share(self.split)
-        for name in ("m_block", "block", "u_block", "load_bytes"):
-            value = getattr(self, name)
-            if value < 1 or (name != "load_bytes" and value % 128):
-                raise SpecError(f"schedule: {name} is {value}; pass a multiple of 128")
         check_name("x_load", self.x_load, tuple(x_loads(layer, target)))
         check_name("w_load", self.w_load, tuple(w_loads(layer, target)))
-        if layer.mx and layer.down.n and self.block % 512:
-            raise SpecError(
-                f"schedule: block is {self.block}; MX products of h take whole 512s of its "
-                "features, pass a multiple of 512"
-            )
+        have_not = f"{layer.m} tokens of {layer.x_format} on {target.name} have not, drop it"
         needs = {
             "own_queue": (target.dma_generates_descriptors, "descriptors that the device writes"),
             "double_row": (layer.fp8_x and target.fp8_double_row, "fp8 x on trn2 or trn3"),
@@ -286,12 +278,13 @@ class LinearSchedule(Schedule):
                 "and no sums between cores or ranks and no index inside",
             ),
         }
-        for name, (there, what) in needs.items():
-            if getattr(self, name) and not there:
-                raise SpecError(
-                    f"schedule: {name} needs {what}; {layer.m} tokens of {layer.x_format} on "
-                    f"{target.name} have not, drop {name}"
-                )
+        self.check_axes({
+            "m_block": TILES, "u_block": TILES,
+            "block": FOURS_OF_H if layer.mx and layer.down.n else TILES,
+            "load_bytes": (range(1, 1 << 24), "pass 1 or more"),
+            **{name: ((False, there), f"{name} needs {what}; {have_not}")
+               for name, (there, what) in needs.items()},
+        })  # fmt: skip
         self._check_capacity(spec, layer, target)
 
     def _can_loop(self, layer: Layer) -> bool:
