@@ -13,7 +13,7 @@ import hashlib
 import json
 import types
 import typing
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 
 def _plain(value: Any) -> Any:
@@ -66,21 +66,27 @@ def _hints(cls: type[Any]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """Base of the frozen records; subclasses are `@dataclass(frozen=True, kw_only=True)`."""
+    """Base of the frozen records; subclasses are `@dataclass(frozen=True, kw_only=True)`.
+
+    derived: properties that follow from the fields, and that `to_dict` says, too.
+    """
+
+    derived: ClassVar[tuple[str, ...]] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain JSON data, in declaration order.
 
         A field that takes no part in comparison and in `repr` holds no data, and is left out.
         """
-        held = (f for f in dataclasses.fields(self) if f.repr or f.compare)
-        return {f.name: _plain(getattr(self, f.name)) for f in held}
+        held = [f.name for f in dataclasses.fields(self) if f.repr or f.compare]
+        return {name: _plain(getattr(self, name)) for name in (*held, *self.derived)}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
         """Build the record again from `to_dict`'s data; unknown keys raise TypeError."""
         hints = _hints(typing.cast(Any, cls))
-        return cls(**{key: _revive(hints.get(key, Any), value) for key, value in data.items()})
+        held = {key: value for key, value in data.items() if key not in cls.derived}
+        return cls(**{key: _revive(hints.get(key, Any), value) for key, value in held.items()})
 
     def to_json(self, indent: int | None = None) -> str:
         """Return canonical JSON: equal records give equal text."""

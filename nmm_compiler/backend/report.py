@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -99,20 +99,12 @@ class CompileReport(Shown, Record):
     pictures: tuple[Any, ...] = dataclasses.field(default=(), repr=False, compare=False)
     predicted: Any = dataclasses.field(default=None, repr=False, compare=False)
 
+    derived: ClassVar[tuple[str, ...]] = ("cache_hits",)
+
     @property
     def cache_hits(self) -> int:
         """Kernels that came whole from the cache."""
         return sum(line.origin == "cache" for line in self.kernels)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON data: everything but Kernel objects, pictures and the headline."""
-        return {**super().to_dict(), "cache_hits": self.cache_hits}
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Self:
-        """Build a report again from `to_dict`'s data; what that leaves out stays empty."""
-        known = {f.name for f in dataclasses.fields(cls)}
-        return super().from_dict({name: data[name] for name in known & set(data)})
 
     def summary(self) -> str:
         """Return one line: counts, kernels from the cache, times."""

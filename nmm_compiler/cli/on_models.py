@@ -205,7 +205,7 @@ def plan(
     Example: nmm plan llama-3.1-8b --target trn2,trn3 --forms bf16,fp8,lowrank:0.2,mxfp4+32fp8
     """
     from nmm_compiler.prediction import plan as planning
-    from nmm_compiler.prediction.experts import read_routing
+    from nmm_compiler.prediction.prices import read_routing
 
     if forms and ratio:
         raise OptionTypeError("ratio", ratio, "it as a form, e.g. --forms bf16,lowrank:0.2")

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 
-@dataclass
+@dataclass(eq=False)
 class MetaModel:
     """A model on the meta device, and which layers its traced layers stand for.
 

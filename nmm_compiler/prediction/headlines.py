@@ -98,8 +98,7 @@ def graph_headline(
         machine = Machine(chip, lnc=options.lnc)
         low = dense = 0.0  # with its calls as they are, and in the fastest dense way
         for piece in walk_graph(graph):
-            one = price(piece, machine)
-            us = one.each_us + one.launches * LAUNCH_GAP_US
+            us = sum(line.each_us + LAUNCH_GAP_US for line in price(piece, machine))
             before: float | None = None
             if piece.kind == "kernel" and len(piece.ways) == 1 and len(piece.ways[0]) == 1:
                 before = ways(piece.ways[0][0], chip, options.lnc, source=machine.price).dense

@@ -25,8 +25,7 @@ from nmm_compiler.ops.lower import graph_call, lower
 from nmm_compiler.options import DTYPES, LADDER, Options
 from nmm_compiler.passes.graph.capture import all_graphs, collect_values
 from nmm_compiler.passes.pipeline import rewrite
-from nmm_compiler.prediction.meta_models import MetaModel, as_given
-from nmm_compiler.prediction.predict import model_phases, prepare
+from nmm_compiler.prediction.meta_models import MetaModel, as_given, prepare
 from nmm_compiler.prices.ways import ways
 
 
@@ -54,13 +53,14 @@ def model_kernels(
     found: dict[tuple[KernelSpec, str], None] = {}
     for i, (ratio, tp) in enumerate(settings):
         low = {"ratio": ratio, "rank": None, "include": None, "exclude": None}
-        model = prepare(given, None if ratio is None else low, dtype, 1).model
+        prepared = prepare(given, None if ratio is None else low, dtype, 1)
+        model = prepared.model
         for j, m in enumerate(counts):
             if progress is not None:
                 said = f"{model.name}, ratio {ratio or 0:g}, tp {tp}, {m:,} tokens"
                 progress(said, i * len(counts) + j, len(settings) * len(counts))
             if tp == 1:
-                first = model_phases(model, {"batch": 1, "prompt": m, "context": m}, None)[0]
+                first, *_ = prepared.passes({"batch": 1, "prompt": m, "context": m})
                 found |= dict.fromkeys(_launched(model.module, (), first.inputs(), targets))
             else:
                 found |= dict.fromkeys(_shares(model, m, tp, targets))

@@ -8,43 +8,31 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from nmm_compiler.codegen.machine_target import machine_target
-from nmm_compiler.errors import ModelError, OptionTypeError
+from nmm_compiler.errors import OptionTypeError
 from nmm_compiler.kernels.base import CORES, check_name, check_sizes, item_bytes
 from nmm_compiler.kernels.tiling import tiles
-from nmm_compiler.lowrank_models.apply import compress, count_parameters
-from nmm_compiler.lowrank_models.experts import StackedBase
-from nmm_compiler.lowrank_models.hf_layers import SavedLayers
-from nmm_compiler.lowrank_models.meta_copies import MetaModel, example_inputs, shorten
-from nmm_compiler.lowrank_models.quantize import QuantizedLinear
+from nmm_compiler.lowrank_models.meta_copies import MetaModel
 from nmm_compiler.lowrank_models.select import Patterns
 from nmm_compiler.options import DTYPES
-from nmm_compiler.prediction.experts import (
-    check_routing,
-    experts_as_calls,
-    routed,
-    sum_shared_once,
-)
 from nmm_compiler.prediction.forms import BF16, read_form
 from nmm_compiler.prediction.meta_models import (
+    Prepared,
     as_given,
     dense_config,
-    meta_model,
+    prepare,
     saved_layers,
 )
 from nmm_compiler.prediction.model import Line, Memory, ModelPrediction, Phase
-from nmm_compiler.prediction.prices import Machine, fastest, line_of
+from nmm_compiler.prediction.prices import Machine, check_routing, fastest, routed
 from nmm_compiler.prediction.stacks import STACKS, stack_named
-from nmm_compiler.prediction.tensor_parallel import shard
-from nmm_compiler.prediction.walk import Graphs, Piece, graphs_of, walk_graphs
+from nmm_compiler.prediction.walk import Piece, walk_pass
 from nmm_compiler.prices.kernel import PRICES
 
 
@@ -145,37 +133,6 @@ def predict(
     return made(given, low if low_rank else None, before)
 
 
-@dataclass
-class Prepared:
-    """One core's share of a model, ready to be traced; what was traced of it stays.
-
-    shared: how many cores have other experts.
-    """
-
-    model: MetaModel
-    ranks: tuple[int, ...]
-    parameters: int
-    shared: int
-    graphs: dict[tuple[Any, ...], Graphs] = field(default_factory=dict)
-    walked: dict[tuple[Any, ...], list[Piece]] = field(default_factory=dict)
-
-    def pieces(
-        self, phase: PhaseInputs, named: str, machine: Machine, takes_norms: bool
-    ) -> list[Piece]:
-        """Return the pieces of a phase on a machine; named: the target as it was given.
-
-        Its graphs are the same for every target.
-        """
-        sizes = (phase.name, phase.batch, phase.tokens)
-        if sizes not in self.graphs:
-            self.graphs[sizes] = graphs_of(self.model, phase.inputs())
-        key = (*sizes, machine.target, machine.lnc, takes_norms)
-        if key not in self.walked:
-            given = self.graphs[sizes], named, machine.lnc, takes_norms
-            self.walked[key] = walk_graphs(self.model, *given)
-        return self.walked[key]
-
-
 _KEPT: dict[str, Prepared] = {}
 _KEPT_MOST = 64  # models of a plan, by their ratios and the cores that share them
 
@@ -201,11 +158,11 @@ def _prediction(
     model = prepared.model
     output = getattr(model.module, "get_output_embeddings", lambda: None)()
     head = next((name for name, one in model.module.named_modules() if one is output), "")
-    asked = model_phases(model, setting, inputs)
+    asked = prepared.passes(setting, inputs)
     layers = sum(map(len, model.layers.values()))
     inside = norms and STACKS[machine.stack].kernels == "ours"
     # three tensors of the widest linear; a head that generates computes one token of each sequence
-    once = head if _generates(model.module) else None
+    once = head if asked[0].name == "prefill" else None
     widths = [
         (1 if name == once else setting["prompt"]) * linear.out_features
         for name, linear in model.module.named_modules()
@@ -213,7 +170,8 @@ def _prediction(
     ]
     phases = []
     for one in asked:
-        pieces = routed(prepared.pieces(one, named, machine, inside), routing, prepared.shared)
+        pieces = walk_pass(one, machine.target, named, machine.lnc, inside)
+        pieces = routed(pieces, routing, prepared.shared)
         phases.append(_phase(one.name, pieces, machine, layers, head))
     return ModelPrediction(
         name=model.name,
@@ -237,95 +195,6 @@ def _prediction(
         stack=machine.stack,
         dense=dense,
     )
-
-
-def prepare(given: Any, low: Mapping[str, Any] | None, dtype: str, tp: int) -> Prepared:
-    """Return one core's share of one of each kind of layer; low: what `compress` is given.
-
-    Raises ModelError for weights that are not traced, and for those that `shard` does not cut.
-    """
-    model = meta_model(given, getattr(torch, dtype))
-    for name, module in model.module.named_modules():
-        packed = isinstance(module, QuantizedLinear) and (module.format != "fp8" or tp > 1)
-        if packed or isinstance(module, StackedBase):
-            raise ModelError(
-                f"{model.name} has {module.format} weights ({name}), and modules of such weights "
-                "are not predicted, those of fp8 with tp=1 alone; predict the dense model, with "
-                "weights='mxfp4+32' or another form of nmm plan --forms"
-            )
-    if low is not None:
-        compress(model.module, **low, allow_slower=True)
-        model.module.requires_grad_(False)
-    ranks = tuple(sorted(set(SavedLayers.of(model.module).ranks.values()) - {0}))
-    parameters = count_parameters(model.module)
-    shared = experts_as_calls(model, tp)
-    shorten(model)
-    shard(model, tp)
-    sum_shared_once(model, tp)
-    return Prepared(model, ranks, parameters, shared)
-
-
-@dataclass(frozen=True)
-class PhaseInputs:
-    """One phase: a function that makes its inputs, and the key-value cache among them."""
-
-    name: str
-    batch: int
-    tokens: int
-    inputs: Callable[[], Any]
-    cache_bytes: Callable[[], int] = int
-
-
-def model_phases(model: MetaModel, setting: Mapping[str, int], inputs: Any) -> list[PhaseInputs]:
-    """Return the phases of a model: prefill and decode, or one pass."""
-    batch, prompt, context = (setting[name] for name in ("batch", "prompt", "context"))
-    if inputs is not None:
-        given = tree_map_only(torch.Tensor, lambda t: t.to("meta"), inputs)
-        return [PhaseInputs("pass", batch, prompt, lambda: given)]
-    module: Any = model.module
-    once = example_inputs(module, prompt, batch)
-    if once is None:
-        raise ModelError(
-            f"{model.name} is no transformers model of tokens or images: pass inputs=, its example "
-            "inputs"
-        )
-    if not _generates(module):
-        tokens = prompt if "input_ids" in once else 0
-        return [PhaseInputs("pass", batch, tokens, lambda: once)]
-
-    def ids(length: int) -> torch.Tensor:
-        return torch.zeros(batch, length, dtype=torch.long, device="meta")
-
-    def prefill() -> dict[str, Any]:
-        return {**once, "use_cache": False, "logits_to_keep": 1}
-
-    def cache() -> Any:
-        before = {"input_ids": ids(max(1, context - 1)), "use_cache": True, "logits_to_keep": 1}
-        with torch.no_grad():
-            return module(**before).past_key_values
-
-    def decode() -> dict[str, Any]:
-        return {"input_ids": ids(1), "use_cache": True, "past_key_values": cache()}
-
-    def cache_bytes() -> int:
-        """Return the bytes of all layers that the traced ones stand for."""
-        held = cache().layers
-        times = [len(every) for every in model.layers.values()] or [1] * len(held)
-        return sum(
-            count * value.nbytes
-            for layer, count in zip(held, times, strict=False)
-            for value in vars(layer).values()
-            if isinstance(value, torch.Tensor) and value.is_meta
-        )
-
-    return [
-        PhaseInputs("prefill", batch, prompt, prefill),
-        PhaseInputs("decode", batch, context, decode, cache_bytes),
-    ]
-
-
-def _generates(module: nn.Module) -> bool:
-    return "CausalLM" in type(module).__name__ or "LMHead" in type(module).__name__
 
 
 def _weight_bytes(model: MetaModel, dtype: str, machine: Machine, head: str) -> int:
@@ -353,20 +222,23 @@ def _phase(name: str, pieces: Sequence[Piece], machine: Machine, layers: int, he
     lines: list[Line] = []
     for piece in pieces:
         lines += fastest(piece, machine.of_head if head and piece.module == head else machine)
-    launches = sum(line.calls * line.launches for line in lines)
+    launches = sum(line.calls for line in lines)
     stack = STACKS[machine.stack]
-    between: Any = {"module": "(program)", "kind": "gaps"}
     lines += [
-        line_of(
-            stack.launch_gap_us, "fitted", "from one kernel or region to the next",
-            calls=launches, **between,
+        Line(
+            module="(program)", kind="gaps", calls=launches, each_us=stack.launch_gap_us,
+            source="fitted", what="from one kernel or region to the next",
         ),
-        line_of(
-            stack.host_us, stack.host_from, "one call with its result read back",
-            module="(host)", kind="call",
+        Line(
+            module="(host)", kind="call", each_us=stack.host_us, source=stack.host_from,
+            what="one call with its result read back",
         ),
     ]  # fmt: skip
     if stack.program_gap_us:
-        law = stack.program_gap_us, "published law", "from one program to the next"
-        lines.append(line_of(*law, calls=layers + 1, **between))
+        lines.append(
+            Line(
+                module="(program)", kind="gaps", calls=layers + 1, each_us=stack.program_gap_us,
+                source="published law", what="from one program to the next",
+            )
+        )  # fmt: skip
     return Phase(name=name, lines=tuple(lines))

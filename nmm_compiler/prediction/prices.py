@@ -29,39 +29,33 @@ blocks keeps the model's dtype.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import json
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from nmm_compiler.errors import SpecError
+from nmm_compiler.errors import ModelError, OptionTypeError, SpecError
 from nmm_compiler.kernels.base import KernelSpec
 from nmm_compiler.kernels.experts.spec import ExpertsSpec
 from nmm_compiler.kernels.linear.corrected import CorrectedMLPSpec, CorrectedSpec
-from nmm_compiler.kernels.linear.layer import NORMED
 from nmm_compiler.kernels.linear.spec import LinearSpec
 from nmm_compiler.kernels.linear.specs import GatedMLPSpec, GatedMLPUpSpec, MatmulSpec
 from nmm_compiler.kernels.number_formats import FP8
 from nmm_compiler.prediction.forms import BF16, Form, read_form
 from nmm_compiler.prediction.model import Line
-from nmm_compiler.prediction.tensor_parallel import COLLECTIVES
 from nmm_compiler.prediction.walk import Piece
-from nmm_compiler.prices.kernel import LAUNCH_GAP_US, NO_KERNEL, collective_us, launch_us
-from nmm_compiler.prices.ways import Row
+from nmm_compiler.prices.kernel import (
+    COLLECTIVES,
+    LAUNCH_GAP_US,
+    NO_KERNEL,
+    collective_us,
+    launch_us,
+)
+from nmm_compiler.prices.ways import Row, spec_of
 from nmm_compiler.report.text import counted
 from nmm_compiler.targets import Target
-
-# Share of a line's figure that such figures have been off by, below and above, and why.
-BANDS = {
-    "simulated": (0.15, 0.15, "the timing model against published kernels (docs/timing.md)"),
-    "estimated": (0.25, 0.8, "the closed form is 0.65 to 1.15 of what the simulator says"),
-    # Such kernels wait for their sum for about half of their time: half of both bands.
-    "simulated + law": (0.38, 1.1, "a kernel of ours, with the published law of its sum"),
-    "estimated + law": (0.43, 1.4, "its closed form, with the published law of its sum"),
-    "bound": (0.1, 1.0, "a bound: real kernels are slower"),
-    "published law": (0.6, 2.0, "spread of the published measurements"),
-    "fitted": (0.6, 2.0, "one constant, chosen on the published runs marked calibrate"),
-}
 
 # Share of the HBM rate at which decode reads the cache: 5 to 11 ns per token and layer were
 # published for Llama-2 70b and 13b on trn1 with one and two key heads (512 B a token and head).
@@ -87,7 +81,7 @@ class Machine:
     @property
     def of_head(self) -> Machine:
         """The same for the output head, which has no weights of four bits and no branch: fp8."""
-        return dataclasses.replace(self, form=read_form("fp8")) if self.form.base else self
+        return replace(self, form=read_form("fp8")) if self.form.base else self
 
     @property
     def bytes_per_second(self) -> float:
@@ -95,59 +89,35 @@ class Machine:
         return self.target.memory_bytes_per_second * self.lnc
 
 
-def line_of(
-    us: float, source: str, what: str, *, module: str = "", kind: str = "kernel", calls: int = 1,
-    launches: int = 1, bytes_us: float = 0.0, floor_us: float = 0.0,
-) -> Line:  # fmt: skip
-    """Return the line of a figure, with the error of such figures."""
-    below, above, _ = BANDS[source]
-    return Line(
-        module=module, kind=kind, calls=calls, each_us=us, source=source, what=what,
-        error_band=(-below, above), launches=launches, bytes_us=bytes_us, floor_us=floor_us,
-    )  # fmt: skip
-
-
-def price(piece: Piece, machine: Machine) -> Line:
-    """Return the price of one piece, computed once."""
+def price(piece: Piece, machine: Machine) -> list[Line]:
+    """Return the launches that compute one piece, computed once, the fastest way."""
     if piece.kind == "kernel":
-        rows = []
-        for specs in corrected_rows(piece.ways, machine.form) or piece.ways:
-            lines = [kernel_price(spec, machine) for spec in specs]
-            sources = {line.source for line in lines}
-            us, moved, floor = (
-                sum(getattr(line, name) for line in lines)
-                for name in ("each_us", "bytes_us", "floor_us")
-            )
-            rows.append(
-                line_of(
-                    us, sources.pop() if len(sources) == 1 else "bound",
-                    " + ".join(line.what for line in lines), launches=len(lines),
-                    bytes_us=moved, floor_us=floor,
-                )
-            )  # fmt: skip
-        return min(rows, key=_with_gaps)
+        rows = corrected_rows(piece.ways, machine.form) or piece.ways
+        each = [[kernel_price(spec, machine) for spec in row] for row in rows]
+        return min(each, key=_with_gaps)
     if piece.kind in COLLECTIVES:
         us = collective_us(piece.kind, piece.bytes, machine.tp, machine.target)
-        return line_of(us, "published law", f"{piece.bytes:,} B over {machine.tp} cores")
-    return (_attention if piece.kind == "attention" else _bound)(piece, machine)
+        how = f"{piece.bytes:,} B over {machine.tp} cores"
+        return [Line(each_us=us, source="published law", what=how)]
+    return [(_attention if piece.kind == "attention" else _bound)(piece, machine)]
 
 
 def fastest(piece: Piece, machine: Machine) -> list[Line]:
-    """Return the line of a piece, or those of what computes it apart where that takes less,
+    """Return the lines of a piece, or those of what computes it apart where that takes less,
     launches included."""
     whole = price(piece, machine)
     parts = [part for one in piece.apart for part in fastest(one, machine)]
     if parts:
-        inside, apart = _with_gaps(whole), sum(map(_with_gaps, parts))
+        inside, apart = _with_gaps(whole), _with_gaps(parts)
         if not inside < apart:
             return parts
-        whole = dataclasses.replace(whole, what=f"{whole.what}; {apart:.1f} us apart")
-    module = piece.module or "(model)"
-    return [dataclasses.replace(whole, module=module, kind=piece.kind, calls=piece.count)]
+        whole = [replace(line, what=f"{line.what}; {apart:.1f} us apart") for line in whole]
+    own: dict[str, Any] = {"module": piece.module or "(model)", "kind": piece.kind}
+    return [replace(line, **own, calls=piece.count) for line in whole]
 
 
-def _with_gaps(line: Line) -> float:
-    return line.each_us + line.launches * LAUNCH_GAP_US
+def _with_gaps(lines: Sequence[Line]) -> float:
+    return sum(line.each_us + LAUNCH_GAP_US for line in lines)
 
 
 def kernel_price(spec: KernelSpec, machine: Machine) -> Line:
@@ -169,9 +139,9 @@ def kernel_price(spec: KernelSpec, machine: Machine) -> Line:
     if summed:
         how += f" on {stored.world_size} cores, the sum of {summed:,} B inside"
         source = f"{ours} + law"
-    elif machine.lnc > 1 and dataclasses.replace(stored, lnc=machine.lnc).splits():
+    elif machine.lnc > 1 and replace(stored, lnc=machine.lnc).splits():
         how += f" on {machine.lnc} cores"
-    return line_of(us, source, how, bytes_us=bytes_us, floor_us=min(floor, us))
+    return Line(each_us=us, source=source, what=how, bytes_us=bytes_us, floor_us=min(floor, us))
 
 
 def _attention(piece: Piece, machine: Machine) -> Line:
@@ -185,7 +155,9 @@ def _attention(piece: Piece, machine: Machine) -> Line:
     memory = 1e6 * (piece.bytes / machine.bytes_per_second)
     how = f"{piece.bytes:,} B of the cache"
     us = memory / CACHE_RATE_SHARE
-    return line_of(us, "published law", how, bytes_us=memory, floor_us=memory)
+    return Line(
+        each_us=us, source="published law", what=how, bytes_us=memory, floor_us=memory
+    )  # fmt: skip
 
 
 def _bound(piece: Piece, machine: Machine) -> Line:
@@ -205,12 +177,11 @@ def _bound(piece: Piece, machine: Machine) -> Line:
     )
     start = target.dma_start_latency_seconds + target.semaphore_seconds
     many = f"{counted(len(piece.elements), 'operation')}, " if piece.elements else ""
-    return line_of(1e6 * (start + longest), "bound", f"{many}{piece.bytes:,} B")
+    us = 1e6 * (start + longest)
+    return Line(each_us=us, source="bound", what=f"{many}{piece.bytes:,} B")
 
 
 # -- kernels of few-bit weights -------------------------------------------------------------------
-
-_PLAIN = ("m", "k", "dtype", "lnc", "x_layout", "out_layout", "activation", *NORMED)
 
 
 def in_form(spec: Any, form: Form, target: Target) -> Any:
@@ -230,7 +201,7 @@ def in_form(spec: Any, form: Form, target: Target) -> Any:
         x_dtype = None if spec.norm == "none" else spec.dtype
         changes = {"dtype": FP8, "scales": "channel", "x_dtype": x_dtype}
     with contextlib.suppress(*NO_KERNEL):
-        made = dataclasses.replace(spec, **changes)
+        made = replace(spec, **changes)
         made.check(target)
         return made
     return spec
@@ -263,11 +234,61 @@ def _corrected(row: Row, form: Form) -> CorrectedSpec:
     if any(ranks) or not all(isinstance(one, (MatmulSpec, GatedMLPUpSpec)) for one in every):
         raise SpecError(f"{every[0].short()} is no dense kernel")
     first = every[0]
-    kept = {name: getattr(first, name) for name in _PLAIN}
-    kept |= {"rank": form.rank, "weight": form.base, "branch": form.branch}
+    own: dict[str, Any] = {"rank": form.rank, "weight": form.base, "branch": form.branch}
     if isinstance(first, GatedMLPUpSpec):
-        return CorrectedMLPSpec(**kept, n=first.n, down=isinstance(first, GatedMLPSpec))
-    if len(every) == 1:
-        return CorrectedSpec(**kept, n=first.n, bias=first.bias)
-    outputs, biases = (tuple(getattr(one, name) for one in every) for name in ("n", "bias"))
-    return CorrectedSpec(**kept, n=outputs, bias=biases)
+        return spec_of(CorrectedMLPSpec, first, down=isinstance(first, GatedMLPSpec), **own)
+    if len(every) > 1:
+        own |= {name: tuple(getattr(one, name) for one in every) for name in ("n", "bias")}
+    return spec_of(CorrectedSpec, first, **own)
+
+
+# -- experts that tokens choose -----------------------------------------------------------------
+
+
+def routed(pieces: list[Piece], routing: tuple[float, ...], shared: int) -> list[Piece]:
+    """Return the pieces, calls of experts with the distinct ones that the counts let expect.
+
+    Without counts all experts of the model are equally likely, those of other cores too. shared:
+    how many cores have other experts.
+    """
+    if not routing and shared == 1:
+        return pieces
+
+    def as_counted(spec: Any) -> Any:
+        if not isinstance(spec, ExpertsSpec):
+            return spec
+        groups = spec.groups * shared
+        counts = routing or (1.0,) * groups
+        if len(counts) != groups:
+            raise ModelError(
+                f"routing has {len(counts)} counts, and a layer has {groups} experts; pass one "
+                "count for each"
+            )
+        whole = sum(counts)
+        shares = (min(1.0, spec.top_k * count / whole) for count in counts)
+        distinct = sum(1 - (1 - share) ** spec.m for share in shares)
+        return replace(spec, distinct=distinct / shared)
+
+    return [
+        replace(piece, ways=tuple(tuple(map(as_counted, row)) for row in piece.ways))
+        for piece in pieces
+    ]
+
+
+def read_routing(path: Path) -> tuple[float, ...]:
+    """Return the counts of a file: a JSON list, one number for each expert."""
+    try:
+        given: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise OptionTypeError("routing", path, f"a file of JSON ({error})") from error
+    return check_routing(given, path)
+
+
+def check_routing(given: Any, said: Any) -> tuple[float, ...]:
+    """Return counts, which are numbers of 0 or more and not all 0; raise OptionTypeError."""
+    numbers = isinstance(given, Sequence) and all(
+        isinstance(n, (int, float)) and n >= 0 for n in given
+    )
+    if not numbers or (given and not sum(given)):
+        raise OptionTypeError("routing", said, "a list of counts, one for each expert, not all 0")
+    return tuple(map(float, given))

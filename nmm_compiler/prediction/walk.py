@@ -11,18 +11,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
+from torch.utils._pytree import tree_map_only
 
 from nmm_compiler.errors import ModelError, NmmError, SpecError, one_line
 from nmm_compiler.kernels.attention import AttentionSpec
-from nmm_compiler.lowrank_models.meta_copies import MetaModel
+from nmm_compiler.lowrank_models.meta_copies import MetaModel, example_inputs
 from nmm_compiler.lowrank_models.predicted_time import (
     Computed,
     dense_product,
@@ -40,8 +44,9 @@ from nmm_compiler.passes.pipeline import rewrite
 from nmm_compiler.passes.rules.attention import unrotated
 from nmm_compiler.passes.rules.base import module_path
 from nmm_compiler.passes.rules.lowrank import products_at
-from nmm_compiler.prediction.tensor_parallel import COLLECTIVES
+from nmm_compiler.prices.kernel import COLLECTIVES
 from nmm_compiler.prices.ways import Row
+from nmm_compiler.targets import Target
 
 _FEW_TOKENS = 128
 """Tokens of one block of a kernel: the norm of so many is computed once, while weights arrive."""
@@ -80,36 +85,86 @@ class Piece:
     apart: tuple[Piece, ...] = ()
 
 
-def graphs_of(model: MetaModel, inputs: Mapping[str, Any] | Sequence[Any]) -> Graphs:
-    """Return the graphs of one pass of the model with their inputs; they are of no target yet.
+@dataclass(frozen=True)
+class Pass:
+    """One pass of one core's share of a model.
+
+    name: of the phase. tokens: of the input, for "decode" of the context. given: the inputs that a
+    caller passed.
+    """
+
+    model: MetaModel
+    name: str
+    batch: int
+    tokens: int
+    given: Any = field(default=None, compare=False)
+
+    def inputs(self) -> Any:
+        """Return the arguments of the pass, without data."""
+        if self.given is not None:
+            return tree_map_only(torch.Tensor, lambda t: t.to("meta"), self.given)
+        if self.name == "decode":
+            return {**self._ids(1), "use_cache": True, "past_key_values": self.cache()}
+        once = example_inputs(self.model.module, self.tokens, self.batch)
+        if once is None:
+            raise ModelError(
+                f"{self.model.name} is no transformers model of tokens or images: pass inputs=, "
+                "its example inputs"
+            )
+        return once | ({"use_cache": False, "logits_to_keep": 1} if self.name == "prefill" else {})
+
+    def cache(self) -> Any:
+        """Return the key-value cache before the token that is computed."""
+        module: Any = self.model.module
+        before = self._ids(max(1, self.tokens - 1))
+        with torch.no_grad():
+            return module(**before, use_cache=True, logits_to_keep=1).past_key_values
+
+    def _ids(self, tokens: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.zeros(self.batch, tokens, dtype=torch.long, device="meta")}
+
+    def cache_bytes(self) -> int:
+        """Return the bytes of the cache of all layers that the traced ones stand for."""
+        held = self.cache().layers if self.name == "decode" else []
+        times = [len(every) for every in self.model.layers.values()] or [1] * len(held)
+        return sum(
+            count * value.nbytes
+            for layer, count in zip(held, times, strict=False)
+            for value in vars(layer).values()
+            if isinstance(value, torch.Tensor) and value.is_meta
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def graphs_of(one: Pass) -> Graphs:
+    """Return the graphs of a pass with their inputs; they are of no target yet.
 
     Raises ModelError where the model cannot be traced.
     """
     try:
-        return all_graphs(model.module, *arguments(inputs))
+        return all_graphs(one.model.module, *arguments(one.inputs()))
     except NmmError:
         raise
     except Exception as error:  # the model's own code may not run without data
         text = one_line(error)
         raise ModelError(
-            f"{model.name} cannot be traced without data: {type(error).__name__}: {text}"
+            f"{one.model.name} cannot be traced without data: {type(error).__name__}: {text}"
         ) from error
 
 
-def walk_graphs(
-    model: MetaModel, graphs: Graphs, target: str, lnc: int, takes_norms: bool
-) -> list[Piece]:
-    """Return the pieces of graphs that were traced of this model, rewritten for a target.
+@functools.lru_cache(maxsize=256)
+def walk_pass(one: Pass, chip: Target, target: str, lnc: int, takes_norms: bool) -> list[Piece]:
+    """Return the pieces of a pass, rewritten for a target of this name.
 
     lnc: physical cores of a logical one, on which the passes price what they fuse. takes_norms:
     norms, sums and rotations may be inside of kernels.
     """
     pieces: list[Piece] = []
-    for graph, given in graphs:
+    for graph, given in graphs_of(one):
         result = rewrite(graph, tuple(given), options={"target": target, "lnc": lnc})
         c = read_graph(result.graph_module, collect_values(result.graph_module, given))
-        names = parameter_names(model.module, result.graph_module, given)
-        pieces += _Walk(model, c, names, takes_norms).pieces()
+        names = parameter_names(one.model.module, result.graph_module, given)
+        pieces += _Walk(one.model, c, names, takes_norms).pieces()
     return pieces
 
 
@@ -134,35 +189,30 @@ class _Walk:
     c: Canonical
     names: dict[fx.Node, str]
     takes_norms: bool
-    readers: dict[fx.Node, set[fx.Node]] = field(default_factory=dict)
-    depth: dict[fx.Node, int] = field(default_factory=dict)
+    readers: dict[fx.Node, set[fx.Node]] = field(default_factory=lambda: defaultdict(set))
+    depth: dict[fx.Node, int] = field(default_factory=lambda: defaultdict(int))
     found: list[Piece] = field(default_factory=list)
     dense: list[Computed] = field(default_factory=list)
     calls: list[Computed] = field(default_factory=list)
-    attention: list[fx.Node] = field(default_factory=list)
     pointwise: dict[fx.Node, int] = field(default_factory=dict)
     covered: set[fx.Node] = field(default_factory=set)
 
     def pieces(self) -> list[Piece]:
         """Return the pieces of the graph."""
         for node in self.c.graph.nodes:
-            if node.op in ("placeholder", "get_attr", "output"):
-                self.depth[node] = 0
-                continue
-            before = max((self.depth[n] for n in node.all_input_nodes), default=0)
-            self.depth[node] = before + bool(self._visit(node))
-        for node in self.c.graph.nodes:
             if self.c.views.get(node, (node,))[0] is node or node.op == "output":
                 for source in self._sources(node):
-                    self.readers.setdefault(source, set()).add(node)
+                    self.readers[source].add(node)
+        for node in self.c.graph.nodes:
+            if node.op not in ("placeholder", "get_attr", "output"):
+                before = max((self.depth[n] for n in node.all_input_nodes), default=0)
+                self.depth[node] = before + self._visit(node)
         for call in self.calls:
             self._kernel((call,), ((call.spec,),))
         for group in together(self.c, self.dense):
             self.covered |= group.between
             rows = rows_of(tuple(one.spec for one in group.parts), group.activation)
             self._kernel(group.parts, rows, bool(group.activation))
-        for node in self.attention:
-            self._attention(node)
         apart = [n for n in self.pointwise if n not in self.covered]
         region: dict[fx.Node, set[fx.Node]] = {}  # the pointwise nodes that feed each other
         for node in apart:
@@ -184,40 +234,40 @@ class _Walk:
         if c.tensor(node) is None or node in c.constant or node in c.derived:
             return False
         name = getattr(node.target, "__name__", str(node.target)).partition(".")[0]
+        products = list(products_at(c, node))
         if name in COLLECTIVES:
             moved = max(self._bytes(n) for n in (node, *node.all_input_nodes))
             self.found.append(self._piece(name, node, bytes=moved))
-            return True
-        if "scaled_dot_product" in name:
-            self.attention.append(node)
-            return True
-        products = list(products_at(c, node))
-        if products:
+        elif "scaled_dot_product" in name:
+            self._attention(node)
+        elif products:
             for _, form in products:
                 dense = dense_product(c, node, form, self.names)
                 if dense is None:
-                    self._unread_product(node)
+                    self._unread_product(node, name)
                 else:
                     self.dense.append(dense)
-            return True
-        if c.base(node)[0] is not node:
+        elif c.base(node)[0] is not node:
             return False
-        if name in ("embedding", "index_select", "gather"):
+        elif name in ("embedding", "index_select", "gather"):
             self.found.append(self._piece("copy", node, bytes=2 * self._bytes(node)))
-            return True
-        if "conv" in name or name in ("bmm", "matmul", "_grouped_mm", "einsum"):
-            self._unread_product(node)
-            return True
-        cached = {n for n in node.all_input_nodes if n.op == "placeholder" and n not in self.names}
+        elif "conv" in name or name in ("bmm", "matmul", "_grouped_mm", "einsum"):
+            self._unread_product(node, name)
+        else:
+            self._operation(node, name)
+            return False
+        return True
+
+    def _operation(self, node: fx.Node, name: str) -> None:
+        """Note an operation that is part of a region, or a cache that grows."""
+        read = [n for n in node.all_input_nodes if n not in self.names]
+        cached = {n for n in read if n.op == "placeholder"}
         if name == "cat" and cached:
             new = sum(self._bytes(n) for n in node.all_input_nodes if n not in cached)
             # one token's keys or values, written in place
             self.found.append(self._piece("copy", node, bytes=2 * new))
-            return False
-        if name not in ("arange", "_log_api_usage_once", "zeros", "ones", "full", "empty"):
-            size = [self._size(n) for n in (node, *node.all_input_nodes) if n not in self.names]
-            self.pointwise[node] = max(size, default=0)
-        return False
+        elif name not in ("arange", "_log_api_usage_once", "zeros", "ones", "full", "empty"):
+            self.pointwise[node] = max(map(self._size, [node, *read]))
 
     def _our_call(self, node: fx.Node) -> None:
         called = graph_call(node, self.c.values.__getitem__)
@@ -225,7 +275,7 @@ class _Walk:
         spec = lower(*called, transpose=view_turned).spec
         bases = (owner_of(self.c.base(n)[0]) for n in node.all_input_nodes if n in self.c.views)
         weights = tuple(self.names[b] for b in bases if b in self.names)
-        exchanged = getattr(spec, "exchanged_bytes", int)()
+        exchanged = spec.exchanged_bytes()
         if not exchanged:
             x = self.c.base(node.args[0])[0]  # type: ignore[arg-type]
             self.calls.append(Computed(node, x, spec, weights))
@@ -237,18 +287,16 @@ class _Walk:
         summed = dataclasses.replace(piece, kind="all_reduce", ways=(), bytes=exchanged)
         self.found.append(dataclasses.replace(piece, apart=(first, summed, second)))
 
-    def _unread_product(self, node: fx.Node) -> None:
+    def _unread_product(self, node: fx.Node, name: str) -> None:
         """Note a product that no family here computes: two activations, a convolution."""
         inputs = [n for n in node.all_input_nodes if self.c.tensor(n) is not None]
-        out = self._size(node)
-        if "conv" in str(getattr(node.target, "__name__", node.target)):
-            weight = self.c.shape(inputs[1]) or (1,)
-            depth = self._size(inputs[1]) // max(1, int(weight[0]))
-        else:
-            shape = self.c.shape(inputs[0]) or (1,)
-            depth = int(shape[-1])
-        moved = sum(self._bytes(n) for n in inputs) + self._bytes(node)
-        self.found.append(self._piece("product", node, bytes=moved, flops=2 * out * depth))
+        depth = int((self.c.sizes(inputs[0]) or (1,))[-1])
+        if "conv" in name:
+            outputs, *_ = self.c.sizes(inputs[1]) or (1,)
+            depth = self._size(inputs[1]) // max(1, int(outputs))
+        moved = sum(map(self._bytes, [*inputs, node]))
+        flops = 2 * self._size(node) * depth
+        self.found.append(self._piece("product", node, bytes=moved, flops=flops))
 
     def _attention(self, node: fx.Node) -> None:
         """Add the piece of a call of attention, and the rotation of few queries, where nothing else
@@ -263,24 +311,21 @@ class _Walk:
         encodes = getattr(model, "config", None) is not None and not hasattr(model, "lm_head")
         masked = node.kwargs.get("attn_mask") is not None and not encodes
         causal = queries == keys and (bool(node.kwargs.get("is_causal")) or masked)
-        ways: tuple[Row, ...] = ()
-        value = self.c.tensor(node)
-        # v has as many features as k
-        if value is not None and value.numel() == batch * heads * queries * features:
-            with contextlib.suppress(NmmError):  # no kernel, as for too long a context
-                kernel = AttentionSpec(
-                    m=queries, heads=heads, kv_heads=key_heads, context=keys, d=features,
-                    batch=batch, dtype=dtype_name(value), causal=causal,
-                )  # fmt: skip
-                ways = ((kernel,),)
         moved = self._bytes(node) * 2 + stored * (self._bytes(node) // max(1, self._size(node)))
         scores = batch * heads * queries * keys * (0.5 if causal else 1.0)
         piece = self._piece(
-            "attention", node, queries=queries, bytes=moved, ways=ways,
+            "attention", node, queries=queries, bytes=moved,
             elements=(int(SCORE_PASSES * scores),), flops=int(4 * scores * features),
         )  # fmt: skip
+        if self._size(node) == batch * heads * queries * features:  # v has as many as k
+            with contextlib.suppress(NmmError):  # no kernel, as for too long a context
+                kernel = AttentionSpec(
+                    m=queries, heads=heads, kv_heads=key_heads, context=keys, d=features,
+                    batch=batch, dtype=piece.dtype, causal=causal,
+                )  # fmt: skip
+                piece = dataclasses.replace(piece, ways=((kernel,),))
         rope, before, _, angles = unrotated(self.c, q, k)
-        if rope == "q" and ways and self.takes_norms and queries <= _FEW_TOKENS:
+        if rope == "q" and piece.ways and self.takes_norms and queries <= _FEW_TOKENS:
             turned = [n for n in upstream([q], {before, *angles}) if n in self.pointwise]
             self.covered.update(turned)
             inside = ((dataclasses.replace(kernel, rope=rope),),)
@@ -303,14 +348,13 @@ class _Walk:
         total = self._sum_behind(products[-1]) if gated or len(products) == 1 else None
         with contextlib.suppress(SpecError, TypeError):  # kernels that take none in
             if total is not None:
-                lasts: Any = [row[-1] for row in ways]
-                summed = [dataclasses.replace(last, residual=True) for last in lasts]
-                ways = tuple((*row[:-1], last) for row, last in zip(ways, summed, strict=True))
+                rows: Any = ways
+                summed = [(*row[:-1], dataclasses.replace(row[-1], residual=True)) for row in rows]
                 self.covered.add(total)
                 apart = (piece, self._region([total]))
-                piece = dataclasses.replace(piece, ways=ways, apart=apart)
+                piece = dataclasses.replace(piece, ways=tuple(summed), apart=apart)
             if norm is not None:
-                inside = tuple(_with_norm(row, self.c.forms[norm], gated) for row in ways)
+                inside = tuple(_with_norm(row, self.c.forms[norm], gated) for row in piece.ways)
                 helpers = self.c.helpers.get(norm, frozenset())
                 before = [n for n in self.pointwise if n is norm or n in helpers]
                 self.covered.update(before)
@@ -326,13 +370,13 @@ class _Walk:
             return None
         plain = final in self.pointwise and self.c.dtype(form.value) == self.c.dtype(final)
         nodes = {one.node for one in products if one.x is x}
-        return final if plain and self.readers.get(final) == nodes else None
+        return final if plain and self.readers[final] == nodes else None
 
     def _sum_behind(self, last: Computed) -> fx.Node | None:
         """Return the sum of a product with a tensor of its size, where that alone reads it."""
-        readers = self.readers.get(last.node, set())
-        total = next(iter(readers), None)
-        form = None if total is None else self.c.forms.get(total)
+        readers = self.readers[last.node]
+        total = next(iter(readers), last.node)
+        form = self.c.forms.get(total)
         if not self._takes(last) or len(readers) != 1 or not isinstance(form, Add):
             return None
         equal = {self._bytes(owner_of(key)) for order in form.orders for key in order}
@@ -349,7 +393,7 @@ class _Walk:
         inside = set(nodes)
         outer = {s for n in nodes for s in self._sources(n)} - inside
         read = sum(self._bytes(s) for s in outer if s not in self.names)
-        written = sum(self._bytes(n) for n in nodes if self.readers.get(n, set()) - inside)
+        written = sum(self._bytes(n) for n in nodes if self.readers[n] - inside)
         elements = tuple(self.pointwise[n] for n in nodes)
         return self._piece("pointwise", nodes[-1], bytes=read + written, elements=elements)
 

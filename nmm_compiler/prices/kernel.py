@@ -218,6 +218,8 @@ def exchanges_of(spec: Any) -> int:
 
 # -- collectives between cores ------------------------------------------------------------------
 
+COLLECTIVES = ("all_reduce", "all_gather")
+
 # Isolated latencies come from the target. In a running model the cores do not arrive at the same
 # time, and waiting is most of a small collective.
 

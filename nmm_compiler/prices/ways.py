@@ -12,11 +12,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from typing import Any
+from typing import Any, TypeVar
 
 from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.kernels.base import KernelSpec
-from nmm_compiler.kernels.linear.layer import NORMED
 from nmm_compiler.kernels.linear.specs import (
     GatedMLPSpec,
     GatedMLPUpSpec,
@@ -30,6 +29,7 @@ from nmm_compiler.simulator.timing.evidence import mean_error
 from nmm_compiler.targets import Target
 
 Row = tuple[KernelSpec, ...]
+Spec = TypeVar("Spec", bound=KernelSpec)
 
 ERRORS = {"closed_form": 0.35, "simulated": mean_error(), "tuned": mean_error()}
 """How far a gain has to be from 1 to be told from none, by source. Of the simulator it is the mean
@@ -141,31 +141,35 @@ def beside(products: Row) -> tuple[Row, ...]:
     dense = tuple(one for one in products if not isinstance(one, LowRankSpec))
     each = [tuple(_each(low)), tuple(_each(dense))]
     if len(low) > 1:
-        pairs: Any = tuple((one.r, (one.n,)) for one in low)
-        names = {f.name for f in dataclasses.fields(LowRankSharedSpec)} - {"pairs", "residual"}
         ends = ("bias", "activation", "out_layout")
-        shared = {name: getattr(low[0], name) for name in names}
-        shared |= {name: tuple(getattr(one, name) for one in low) for name in ends}
-        each[0] += ((LowRankSharedSpec(**shared, pairs=pairs),),)
+        each_end = {name: tuple(getattr(one, name) for one in low) for name in ends}
+        pairs = tuple((one.r, (one.n,)) for one in low)
+        joined = spec_of(LowRankSharedSpec, low[0], pairs=pairs, residual=False, **each_end)
+        each[0] += ((joined,),)
     if len(dense) > 1 and all(isinstance(one, MatmulSpec) for one in dense):
         outputs = sum(getattr(one, "n", 0) for one in dense)
-        joined: Any = {"n": outputs, "bias": False, "activation": "identity"}
-        each[1] += ((dataclasses.replace(dense[0], **joined),),)
+        whole = spec_of(MatmulSpec, dense[0], n=outputs, bias=False, activation="identity")
+        each[1] += ((whole,),)
     return tuple((*one, *other) for one, other in itertools.product(*each))
+
+
+def spec_of(kind: type[Spec], call: KernelSpec, **own: Any) -> Spec:
+    """Return a spec of another kind: its own fields, and those that both kinds have of a call."""
+    shared = {
+        f.name: getattr(call, f.name) for f in dataclasses.fields(kind) if hasattr(call, f.name)
+    }
+    return kind(**shared | own)
 
 
 def _smaller(call: Any) -> tuple[Row, ...]:
     """Return the rows of smaller calls that a call can be cut into once."""
     if isinstance(call, GatedMLPSpec):
         turned = "row" if call.m == 1 else "col"  # one token lies alike by rows and by columns
-        names = {f.name for f in dataclasses.fields(GatedMLPUpSpec)} - {"out_layout", "residual"}
-        half = GatedMLPUpSpec(**{name: getattr(call, name) for name in names}, out_layout=turned)
-        last = _projection(call, "down", x_layout=turned, out_layout=call.out_layout)
-        return ((half, dataclasses.replace(last, residual=call.residual)),)
+        half = spec_of(GatedMLPUpSpec, call, out_layout=turned, residual=False)
+        plain = {"norm": "none", "norm_gain": False, "norm_bias": False}
+        return ((half, _projection(call, "down", x_layout=turned, **plain)),)
     if isinstance(call, GatedMLPUpSpec):
-        norm = {name: getattr(call, name) for name in NORMED if name != "residual"}
-        ends = {"x_layout": call.x_layout, "out_layout": call.out_layout, **norm}
-        return beside(tuple(_projection(call, branch, **ends) for branch in call.branches))
+        return beside(tuple(_projection(call, branch) for branch in call.branches))
     if isinstance(call, LowRankSharedSpec):
         return call.parts(), call.as_products()[0]
     products = call.as_products()[0]
@@ -175,12 +179,10 @@ def _smaller(call: Any) -> tuple[Row, ...]:
 def _projection(call: GatedMLPUpSpec, branch: str, **ends: Any) -> LowRankSpec | MatmulSpec:
     """Return one projection of a gated MLP as a call of its own."""
     rank, (first, last), layout = call.rank(branch), call.ends(branch), call.weight_layout
-    common: dict[str, Any] = {
-        "m": call.m, "k": first, "n": last, "dtype": call.dtype, "scales": call.scales,
-        "x_dtype": call.x_dtype, "out_dtype": call.out_dtype, "lnc": call.lnc,
-        "activation": call.activation if branch == "gate" else "identity",
-        "bias": getattr(call, f"{branch}_bias"), **ends,
+    own: dict[str, Any] = {
+        "k": first, "n": last, "bias": getattr(call, f"{branch}_bias"),
+        "activation": call.activation if branch == "gate" else "identity", **ends,
     }  # fmt: skip
     if not rank:
-        return MatmulSpec(**common, w_layout=layout)
-    return LowRankSpec(**common, r=rank, u_layout=layout, v_layout=layout)
+        return spec_of(MatmulSpec, call, w_layout=layout, **own)
+    return spec_of(LowRankSpec, call, r=rank, u_layout=layout, v_layout=layout, **own)

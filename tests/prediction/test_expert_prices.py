@@ -5,9 +5,9 @@ import json
 import pytest
 
 from nmm_compiler.errors import ModelError, OptionTypeError
-from nmm_compiler.prediction.experts import read_routing
 from nmm_compiler.prediction.plan import plan
 from nmm_compiler.prediction.predict import predict
+from nmm_compiler.prediction.prices import read_routing
 
 transformers = pytest.importorskip("transformers")
 QWEN = {

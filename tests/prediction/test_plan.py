@@ -26,7 +26,7 @@ TINY = {
 def made(us: dict[str, float], dense=None, **changes) -> ModelPrediction:
     lines = tuple(
         Line(module=f"model.layers.*.{name}", kind="kernel", calls=2, each_us=each,
-             source="simulated", error_band=(-0.1, 0.1))
+             source="simulated")
         for name, each in us.items()
     )  # fmt: skip
     fields = {

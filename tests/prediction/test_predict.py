@@ -181,7 +181,7 @@ def test_weights_of_one_byte_halve_the_matrices_and_their_bytes():
 
 def test_equal_layers_are_traced_once_and_count_as_many(monkeypatch):
     short = llama()
-    monkeypatch.setattr(predict_module, "shorten", lambda model: None)
+    monkeypatch.setattr("nmm_compiler.prediction.meta_models.shorten", lambda model: None)
     monkeypatch.setattr(predict_module, "_KEPT", {})
     whole = predict(LLAMA, "trn2", **BASE)
     for a, b in zip(short.phases, whole.phases, strict=True):
@@ -362,7 +362,8 @@ def test_two_cores_are_priced_as_the_backend_launches_them_also_where_one_is_fas
     assert on_two(narrow) > by_core
     attention = AttentionSpec(m=1, heads=8, kv_heads=8, context=512, d=64)
     piece = Piece("attention", "attn", 1, ways=((attention,),))
-    assert price(piece, pair).us == pytest.approx(on_two(attention), rel=1e-12)
+    (line,) = price(piece, pair)
+    assert line.us == pytest.approx(on_two(attention), rel=1e-12)
     stored = dataclasses.replace(
         pair, form=read_form("mxfp4+32")
     )  # no kernel has factors of MX blocks
@@ -384,8 +385,8 @@ def test_what_is_fused_is_judged_on_the_cores_that_run_it():
     for lnc, fused in ((1, True), (2, False)):
         assert (ways(spec, "trn2", lnc).separate > ways(spec, "trn2", lnc).fused) is fused
         made = predict(config, "trn2", tp=64, lnc=lnc, price="closed_form")
-        (mlp,) = (line for line in made.phases[1].lines if "gate_proj" in line.module)
-        assert ("gated_mlp m1" in mlp.what) is fused
+        mlp = [line.what for line in made.phases[1].lines if "gate_proj" in line.module]
+        assert any("gated_mlp m1" in what for what in mlp) is (len(mlp) == 1) is fused
 
 
 def test_inputs_are_part_of_what_is_kept():

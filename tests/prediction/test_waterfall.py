@@ -78,14 +78,11 @@ def test_what_would_change_it_is_predicted_again():
 
 
 def phase():
-    band = (-0.1, 0.1)
     lines = (
         Line(module="m", kind="kernel", calls=10, each_us=100.0, source="simulated",
-             error_band=band, bytes_us=60.0, floor_us=70.0),
-        Line(module="m", kind="all_reduce", calls=5, each_us=20.0, source="published law",
-             error_band=band),
-        Line(module="(host)", kind="call", calls=1, each_us=133.0, source="published law",
-             error_band=band),
+             bytes_us=60.0, floor_us=70.0),
+        Line(module="m", kind="all_reduce", calls=5, each_us=20.0, source="published law"),
+        Line(module="(host)", kind="call", calls=1, each_us=133.0, source="published law"),
     )  # fmt: skip
     return Phase(name="decode", lines=lines)
 
