@@ -12,8 +12,6 @@ that would stop the stream: there, such writes need `Packs.clear()`. With freeze
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,13 +30,11 @@ class _Pack:
 
 
 class Packs:
-    """Transposed copies of weights, the most recently used ones up to `capacity`."""
+    """Transposed copies of weights, each for as long as its weight lives."""
 
-    def __init__(self, capacity: int = 1024) -> None:
-        self.capacity = capacity
+    def __init__(self) -> None:
         self.made = 0
-        self._packs: OrderedDict[tuple[Any, ...], _Pack] = OrderedDict()
-        self._lock = threading.Lock()
+        self._packs: dict[tuple[Any, ...], _Pack] = {}
 
     def transposed(self, w: Tensor, *, freeze: bool = False) -> Tensor:
         """Return w.mT [.., inputs, outputs] as a contiguous tensor, for w [.., outputs, inputs].
@@ -52,31 +48,20 @@ class Packs:
         storage = StorageWeakRef(w.untyped_storage())
         key = (storage.cdata, w.storage_offset(), w.shape, w.stride(), w.dtype)
         version = 0 if w.is_inference() else w._version
-        with self._lock:
-            pack = self._packs.get(key)
-            if pack is not None:
-                self._packs.move_to_end(key)
+        pack = self._packs.get(key)
         if pack is not None and (freeze or (pack.version == version and _same_bits(w, pack.copy))):
             return pack.copy
+        for other, held in list(self._packs.items()):  # another thread may add or drop one
+            if held.storage.expired():
+                self._packs.pop(other, None)
         copy = w.detach().mT.contiguous()
-        with self._lock:
-            self.made += 1
-            self._packs[key] = _Pack(storage, version, copy)
-            self._packs.move_to_end(key)
-            self._drop_dead()
+        self.made += 1
+        self._packs[key] = _Pack(storage, version, copy)
         return copy
-
-    def _drop_dead(self) -> None:
-        """Forget copies whose origin is gone, then the least recently used ones."""
-        for key in [k for k, p in self._packs.items() if p.storage.expired()]:
-            del self._packs[key]
-        while len(self._packs) > self.capacity:
-            self._packs.popitem(last=False)
 
     def clear(self) -> None:
         """Forget all copies; the next calls make them again."""
-        with self._lock:
-            self._packs.clear()
+        self._packs.clear()
 
     def __len__(self) -> int:
         return len(self._packs)

@@ -108,14 +108,14 @@ def test_freeze_skips_the_proof_but_not_a_replaced_weight(packs):
     assert torch.equal(packs.transposed(layer.weight, freeze=True), layer.weight.detach().t())
 
 
-def test_capacity_drops_the_least_recently_used(packs):
-    packs.capacity = 2
-    weights = [torch.randn(4, 8) for _ in range(3)]
-    for w in (weights[0], weights[1], weights[0], weights[2], weights[0]):
+def test_copies_live_as_long_as_their_weights(packs):
+    weights = [torch.randn(4, 8) for _ in range(2000)]  # as many as a large model has factors
+    for w in (*weights, *weights):
         check(packs, w)
-    assert packs.made == 3
-    check(packs, weights[1])
-    assert packs.made == 4
+    assert packs.made == len(packs) == 2000
+    del w, weights[:]
+    check(packs, torch.randn(4, 8))
+    assert len(packs) == 1
 
 
 class OnDevice(torch.Tensor):
