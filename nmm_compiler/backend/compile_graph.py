@@ -42,7 +42,7 @@ from nmm_compiler.backend.report import (
     reports,
 )
 from nmm_compiler.codegen.build_many import fill_cache
-from nmm_compiler.errors import TO_MEND, OptionTypeError, UnknownNameError
+from nmm_compiler.errors import TO_MEND, OptionTypeError, UnknownNameError, no_kernel
 from nmm_compiler.ops import registration, sharding
 from nmm_compiler.ops.backward_calls import backward_calls
 from nmm_compiler.ops.call_options import executor_name
@@ -310,8 +310,7 @@ def _build_kernels(work: Compilation, rewritten: fx.GraphModule) -> None:
             by_torch.update(products)
     counts.update(backward)
     target, device = work.options.target, _kernel_device(work)
-    origins = KERNELS.origins(list(counts), target, work.options)
-    fill_cache([spec for spec in counts if origins[spec] == "built"], target, options=work.options)
+    missing = fill_cache(list(counts), target, options=work.options)
     for spec, calls in counts.items():
         kernel = KERNELS.get_or_warn(spec, target, work.options)
         if kernel is None:
@@ -319,9 +318,10 @@ def _build_kernels(work: Compilation, rewritten: fx.GraphModule) -> None:
             continue
         if device is not None and not neuron.check(kernel, device):
             if work.options.strict:
-                raise neuron.failed_first_run(kernel)
+                why = neuron.FAILED_FIRST_RUN.format(kernel.name)
+                raise no_kernel("neuron", str(spec), why)
             work.notes.append(f"{kernel.name} failed its first run; PyTorch computes its calls")
-        work.note_kernel(kernel, calls, origins[spec], backward[spec])
+        work.note_kernel(kernel, calls, "built" if spec in missing else "cache", backward[spec])
     if by_torch:
         many = ", ".join(f"{count} x {what}" for what, count in by_torch.most_common())
         work.notes.append(f"PyTorch, no kernel, computes backward products: {many}")

@@ -104,20 +104,25 @@ def fill_cache(
     *,
     options: Options | None = None,
     jobs: int | None = None,
-) -> int:
-    """Build kernels that the cache lacks in parallel; return how many workers built.
+) -> set[KernelSpec]:
+    """Return the specs whose kernels the cache lacks; build these in parallel.
 
-    It does nothing where that is slower than building them here, and without a cache on disk. A
-    kernel that cannot be built stays missing, and `build_kernel` then raises the reason.
+    None is built where that is slower than building them here, or without a cache on disk. A kernel
+    that cannot be built stays missing, and `build_kernel` then raises the reason. Raises
+    CacheMissError, naming all that is missing, in cache mode "require".
     """
     made = options or Options()
-    if Store.for_kernels(made, check=check_foreign).mode != "rw":
-        return 0
-    missing = _missing(_wanted([(spec, target) for spec in specs], made), made)
+    store = Store.for_kernels(made, check=check_foreign)
+    wanted = _wanted([(spec, target) for spec in specs], made)
+    keys = store.missing(list(wanted))
+    if keys and store.mode == "require":
+        raise store.miss(keys)
+    missing = [wanted[key] for key in keys]
     count = min(len(missing), jobs or cores())
-    if count < 2 or len(missing) < (_WORTH_A_WORKER if jobs else 2 * _WORTH_A_WORKER):
-        return 0
-    return fill(missing, options=made, jobs=count).built
+    few = count < 2 or len(missing) < (_WORTH_A_WORKER if jobs else 2 * _WORTH_A_WORKER)
+    if store.mode == "rw" and not few:
+        fill(missing, options=made, jobs=count)
+    return {spec for spec, _ in missing}
 
 
 def fill(
@@ -139,7 +144,7 @@ def fill(
     if store.mode != "rw":
         raise CacheError(f"{store} cannot be filled; set NMM_CACHE=rw and a directory of your own")
     wanted = _wanted(requests, made)
-    whole, missing = len(wanted), _missing(wanted, made)
+    whole, missing = len(wanted), [wanted[key] for key in store.missing(list(wanted))]
     done: dict[Request, dict[str, Any]] = {}
 
     def took(request: Request, answer: str | Exception) -> str:
@@ -208,12 +213,6 @@ def _wanted(requests: Sequence[Request], options: Options) -> dict[Key, Request]
     for spec, target in requests:
         found.setdefault(asked(spec, target, options=options).key, (spec, target))
     return found
-
-
-def _missing(wanted: dict[Key, Request], options: Options) -> list[Request]:
-    """Return the requests that the cache has no kernel for."""
-    store = Store.for_kernels(options, check=check_foreign)
-    return [wanted[key] for key in store.missing(list(wanted))]
 
 
 def request_text(spec: KernelSpec, target: str, options: Options) -> str:

@@ -106,9 +106,9 @@ def _lowered(work: Compilation, gm: fx.GraphModule) -> fx.GraphModule:
     try:
         calls = {node: lower(*_call(node), lnc=options.lnc) for node in calls_of(gm)}
         specs = [launch.spec for launch in calls.values()]
-        fill_cache(list(dict.fromkeys(specs)), options.target, options=options)
+        missing = fill_cache(specs, options.target, options=options)
         for node, launch in calls.items():
-            _replace(work, gm, node, launch)
+            _replace(work, gm, node, launch, "built" if launch.spec in missing else "cache")
     except NmmError as error:
         if options.strict or isinstance(error, NeuronSetupError):
             raise
@@ -130,10 +130,11 @@ def _call(node: fx.Node) -> GraphCall:
     return cast(GraphCall, called)
 
 
-def _replace(work: Compilation, gm: fx.GraphModule, node: fx.Node, launch: Launch) -> None:
+def _replace(
+    work: Compilation, gm: fx.GraphModule, node: fx.Node, launch: Launch, origin: str
+) -> None:
     """Put the call of a kernel in the place of a call of an op; kernels take whole tensors."""
     options, spec = work.options, launch.spec
-    origin = KERNELS.origins([spec], options.target, options)[spec]
     kernel = KERNELS.get(spec, options.target, options)
     function, digest = _with_hash(kernel)
     work.note_kernel(kernel, 1, origin, backward=0)

@@ -15,7 +15,6 @@ import dataclasses
 import functools
 import math
 import threading
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,7 +38,7 @@ from nmm_compiler.ops.lower import lower
 from nmm_compiler.ops.operands import tokens_of
 from nmm_compiler.options import Options
 from nmm_compiler.runtime import neuron
-from nmm_compiler.runtime.kernels import KERNELS
+from nmm_compiler.runtime.kernels import KERNELS, WITHOUT_KERNEL, warn_once
 from nmm_compiler.runtime.weights import PACKS, has_own_memory
 
 Launcher = Callable[[Any, Sequence[Tensor]], tuple[Tensor, ...] | None]
@@ -47,7 +46,7 @@ Launcher = Callable[[Any, Sequence[Tensor]], tuple[Tensor, ...] | None]
 
 
 class _NoKernelError(Exception):
-    """No kernel of a call may be used, and PyTorch may compute it."""
+    """No kernel of a call may be used, and PyTorch may compute it: (for what, why)."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -70,11 +69,15 @@ class KernelExecutor:
         executor = kwargs.get("executor", self.name)
         if 0 in args[0].shape:  # no tokens: nothing to compute
             return registration.DEFINITIONS[name].reference(*args, **kwargs)
-        named = self.name if executor.partition("#")[0] == self.name else "auto"
-        options = _with_executor(options_of(executor), named)
+        options = options_of(executor)
         try:
             return self._by_kernels(name, args, kwargs, options)
-        except _NoKernelError:
+        except _NoKernelError as refused:
+            (what, why), cause = refused.args, refused.__cause__
+            if options.strict or executor.partition("#")[0] == self.name:
+                raise no_kernel(self.name, what, why) from cause
+            if cause is not None:  # else the first run has warned
+                warn_once(f"nmm: no kernel for {what}: {why}; {WITHOUT_KERNEL}")
             return registration.DEFINITIONS[name].reference(*args, **kwargs)
 
     def _by_kernels(
@@ -91,10 +94,7 @@ class KernelExecutor:
         except (SpecError, ShapeError, UnknownNameError) as error:
             if options.strict:
                 raise
-            if options.executor == self.name:
-                raise no_kernel(self.name, f"a call of {name}", str(error)) from error
-            _warn_once(f"nmm: no kernel for a call of {name}: {error}; PyTorch computes it")
-            raise _NoKernelError from error
+            raise _NoKernelError(f"a call of {name}", str(error)) from error
         results = self._run(launch, kwargs.get("target", "trn2"), options)
         shaped = [
             y.reshape(*lead, y.shape[-1]) if layout == "row" else y.contiguous()
@@ -133,33 +133,17 @@ class KernelExecutor:
         self, spec: Any, operands: Sequence[Tensor], target: str, options: Options
     ) -> tuple[Tensor, ...]:
         """Return the results of one kernel; raises _NoKernelError where it must not be used."""
-        kernel = self._kernel(spec, target, options)
-        ys = self.launcher(kernel, [operand.contiguous() for operand in operands])
-        if ys is None and (options.executor == self.name or options.strict):
-            raise neuron.failed_first_run(kernel)
-        if ys is None:
-            raise _NoKernelError
-        return ys
-
-    def _kernel(self, spec: Any, target: str, options: Options) -> Any:
-        """Return the kernel of `spec`; raises _NoKernelError where executor "auto" has none."""
-        if options.executor != self.name or options.strict:
-            kernel = KERNELS.get_or_warn(spec, target, options)
-            if kernel is None:
-                raise _NoKernelError
-            return kernel
         try:
-            return KERNELS.get(spec, target, options)
-        except CacheMissError:
-            raise
-        except Exception as error:  # the caller asked for a kernel, and there is none
-            reason = f"{type(error).__name__}: {error}"
-            raise no_kernel(self.name, f"{spec} on {target}", reason) from error
-
-
-@functools.lru_cache(maxsize=256)
-def _with_executor(options: Options, executor: str) -> Options:
-    return dataclasses.replace(options, executor=executor)
+            kernel = KERNELS.get(spec, target, options)
+        except Exception as error:  # the model must run after any failure of this package
+            if options.strict or isinstance(error, CacheMissError):
+                raise
+            why = f"{type(error).__name__}: {error}"
+            raise _NoKernelError(f"{spec} on {target}", why) from error
+        ys = self.launcher(kernel, [operand.contiguous() for operand in operands])
+        if ys is None:
+            raise _NoKernelError(str(spec), neuron.FAILED_FIRST_RUN.format(kernel.name))
+        return ys
 
 
 def _padded(x: Tensor, dim: int, rows: int) -> Tensor:
@@ -181,11 +165,6 @@ def _with_more_terms(launch: Launch, terms: int) -> Launch:
     return dataclasses.replace(
         launch, spec=dataclasses.replace(spec, k=terms), operands=(x, w, *rest)
     )
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    warnings.warn(message, stacklevel=4)
 
 
 _simulating = threading.Lock()

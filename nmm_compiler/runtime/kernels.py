@@ -13,9 +13,9 @@ independent rows of every product here: the padded rows' results are dropped.
 from __future__ import annotations
 
 import dataclasses
-import threading
+import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from nmm_compiler.errors import CacheMissError, ShapeError
@@ -67,78 +67,56 @@ def _key(spec: Any, target: str, options: Options) -> Key:
     return (spec, target, options.dialect, options.instruction_budget, verdicts)
 
 
+@functools.cache
+def warn_once(message: str) -> None:
+    """Warn of what a call meets that will meet each call like it."""
+    warnings.warn(message, stacklevel=4)
+
+
 class Kernels:
-    """Kernels by spec, target and options, each built once; safe for several threads."""
+    """Kernels by spec, target and options, each built once.
+
+    found: kernels, and what building one raised. static: specs and targets of graphs with exactly
+    these shapes.
+    """
 
     def __init__(self) -> None:
-        self._found: dict[Key, Any] = {}  # kernels, and what building one raised
-        self._static: set[tuple[Any, str]] = set()
+        self.found: dict[Key, Any] = {}
+        self.static: set[tuple[Any, str]] = set()
         self._plans: dict[Any, tuple[int, ...]] = {}
-        self._lock = threading.RLock()
 
     def get(self, spec: Any, target: str, options: Options) -> Any:
         """Return the kernel of `spec`; raises what building it raised, on every call."""
         from nmm_compiler.codegen.build import build_kernel
 
         key = _key(spec, target, options)
-        if key not in self._found:
-            with self._lock:
-                if key not in self._found:
-                    try:
-                        self._found[key] = build_kernel(spec, target, options=options)
-                    except Exception as error:  # kept: a failing search is not repeated
-                        self._found[key] = error
-        found = self._found[key]
+        if key not in self.found:
+            try:
+                self.found[key] = build_kernel(spec, target, options=options)
+            except Exception as error:  # kept: a failing search is not repeated
+                self.found[key] = error
+        found = self.found[key]
         if isinstance(found, Exception):
             raise found
         return found
 
     def get_or_warn(self, spec: Any, target: str, options: Options) -> Any | None:
         """Return the kernel, or None with one warning when it cannot be built (strict raises)."""
-        known = _key(spec, target, options) in self._found
         try:
             return self.get(spec, target, options)
-        except CacheMissError:  # mode "require" must not go on without the kernel
-            raise
         except Exception as error:  # the model must run after any failure of this package
-            if options.strict:
+            if options.strict or isinstance(error, CacheMissError):  # as mode "require" raises
                 raise
-            if not known:
-                warnings.warn(
-                    f"nmm: no kernel for {spec} on {target}: {type(error).__name__}: {error}; "
-                    f"{WITHOUT_KERNEL}",
-                    stacklevel=2,
-                )
+            why = f"{spec} on {target}: {type(error).__name__}: {error}"
+            warn_once(f"nmm: no kernel for {why}; {WITHOUT_KERNEL}")
             return None
-
-    def origins(self, specs: Sequence[Any], target: str, options: Options) -> dict[Any, str]:
-        """Return where each spec's kernel is: "memory", "cache", or "built" if it has to be built.
-
-        Raises CacheMissError, naming all that is missing, in cache mode "require".
-        """
-        from nmm_compiler.cache.store import Store
-        from nmm_compiler.codegen.build import asked
-
-        store = Store.for_kernels(options)
-        new = [spec for spec in specs if _key(spec, target, options) not in self._found]
-        keys = {spec: asked(spec, target, options=options).key for spec in new}
-        missing = store.missing(list(keys.values()))
-        if missing and store.mode == "require":
-            raise store.miss(missing)
-        found = dict.fromkeys(specs, "memory")
-        found.update({s: "built" if k in missing else "cache" for s, k in keys.items()})
-        return found
-
-    def keep_static(self, spec: Any, target: str) -> None:
-        """Remember that a graph with exactly these shapes was compiled."""
-        self._static.add((spec, target))
 
     def sized(self, launch: Any, target: str, options: Options, static: bool) -> Any:
         """Return the spec that a launch runs: of its own token count in a static graph, which is
         remembered, else of the bucket that holds it."""
         spec, axis = launch.spec, launch.token_axis
         if static and options.buckets is None:
-            self.keep_static(spec, target)
+            self.static.add((spec, target))
         elif spec.splits_tokens:
             whole = bucket(getattr(spec, axis), options.buckets)
             return dataclasses.replace(spec, **{axis: whole})
@@ -152,7 +130,7 @@ class Kernels:
         more.
         """
         tokens = int(getattr(spec, axis))
-        if options.buckets is None and (spec, target) in self._static:
+        if options.buckets is None and (spec, target) in self.static:
             return (tokens,)
         whole = bucket(tokens, options.buckets)
         if axis == "k" or whole - tokens < _WORTH_SPLITTING_TOKENS:
@@ -171,16 +149,12 @@ class Kernels:
         profile = kernel.profile()
         return float(profile.latency_us + profile.start_stop_us)
 
-    def all(self) -> Sequence[Any]:
-        """Return every kernel this process has, in the order it got them."""
-        return tuple(one for one in self._found.values() if not isinstance(one, Exception))
-
     def clear(self) -> None:
         """Forget kernels, failures and static shapes; files in the cache stay."""
-        with self._lock:
-            self._found.clear()
-            self._static.clear()
-            self._plans.clear()
+        warn_once.cache_clear()
+        self.found.clear()
+        self.static.clear()
+        self._plans.clear()
 
 
 KERNELS = Kernels()

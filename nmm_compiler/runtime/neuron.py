@@ -43,7 +43,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from nmm_compiler.codegen.check_against_float64 import compare, random_arrays
-from nmm_compiler.errors import FileError, NeuronSetupError, no_kernel
+from nmm_compiler.errors import FileError, NeuronSetupError
 from nmm_compiler.kernels.base import numpy_dtype
 from nmm_compiler.nki_api.lint import oldest_version
 from nmm_compiler.options import neuron_environment
@@ -380,10 +380,7 @@ def tensor(array: Any) -> Tensor:
     return torch.from_numpy(bits).view(dtype)
 
 
-def failed_first_run(kernel: Any) -> NeuronSetupError:
-    """Return the error for a kernel that gave wrong results, where nothing else may compute."""
-    reason = f"{kernel.name} failed its first run, as the warning before says"
-    return no_kernel("neuron", str(kernel.spec), reason)
+FAILED_FIRST_RUN = "{} failed its first run, as the warning before says"
 
 
 def forget() -> None:

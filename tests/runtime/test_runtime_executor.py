@@ -109,7 +109,7 @@ def test_a_call_cut_into_two_launches_joins_its_tokens(layout, launched, monkeyp
 def test_a_static_shape_runs_its_own_kernel_and_user_buckets_rule():
     spec = lower("matmul", (torch.randn(5, 8), torch.randn(8, 4)), {}, 5).spec
     assert KERNELS.plan(spec, "trn2", Options()) == (8,)
-    KERNELS.keep_static(spec, "trn2")
+    KERNELS.static.add((spec, "trn2"))
     assert KERNELS.plan(spec, "trn2", Options()) == (5,)
     assert KERNELS.plan(spec, "trn2", Options(buckets=(6, 12))) == (6,)
     assert KERNELS.plan(spec, "trn3", Options()) == (8,)
@@ -179,7 +179,6 @@ def broken_builds(monkeypatch, family=""):
 def test_what_no_kernel_computes(dtype, warned, raised, cause, monkeypatch, launched, auto):
     """Executor "auto" leaves its calls to PyTorch; a named one raises; strict raises the cause."""
     tried = broken_builds(monkeypatch)
-    executor._warn_once.cache_clear()
     x, u, v = (t.to(dtype) for t in (torch.randn(8, K), weight(K, R), weight(R, N)))
     with pytest.warns(UserWarning, match=warned):
         got = NMM.lowrank_matmul(x, u, v, executor="auto")
@@ -381,7 +380,7 @@ def test_sums_over_tokens_are_padded_to_a_bucket_unless_the_graph_is_static(laun
     assert dv.k == 8
     kept = type(dv)(**{**dv.to_dict(), "k": 6})
     assert KERNELS.plan(kept, "trn2", Options(), "k") == (8,)
-    KERNELS.keep_static(kept, "trn2")
+    KERNELS.static.add((kept, "trn2"))
     assert KERNELS.plan(kept, "trn2", Options(), "k") == (6,)
     assert KERNELS.plan(kept, "trn2", Options(buckets=(4, 7)), "k") == (7,)
 

@@ -81,13 +81,13 @@ def one_kernel(monkeypatch, tmp_path):
     def use(body=RIGHT):
         class Table(kernels.Kernels):
             def get(self, spec, target, options):
-                made = self._found.get((spec, target))
+                made = self.found.get((spec, target))
                 if made is None:
                     u = "u" if spec.u_layout == "row" else "u.T"
                     v = "v" if spec.v_layout == "row" else "v.T"
                     text = body.replace("u", u).replace("v", v)
                     made = write_kernel(tmp_path, spec, text, next(names))
-                    self._found[spec, target] = made
+                    self.found[spec, target] = made
                 return made
 
         table = Table()
@@ -187,7 +187,7 @@ def test_nki_simulate_as_executor(monkeypatch, one_kernel):
     x, u, v = operands()
     got = LOW_RANK(x[:3], u, v, executor="nki_simulate")
     torch.testing.assert_close(got, (x[:3] @ u) @ v)
-    assert [k.spec.m for k in table.all()] == [4]  # the bucket of 3 tokens
+    assert [k.spec.m for k in table.found.values()] == [4]  # the bucket of 3 tokens
 
 
 def test_the_neuron_executor_refuses_tensors_that_are_elsewhere(one_kernel):
@@ -200,7 +200,7 @@ def test_torch_xla_tensors_run_the_jit_kernel(one_kernel, cpu_is_xla):
     table = one_kernel()
     for name in ("auto", "neuron"):
         computes_the_product(lambda given, name=name: [LOW_RANK(*given, executor=name)])
-    (kernel,) = table.all()
+    (kernel,) = table.found.values()
     assert len(neuron.load(kernel).calls) == 3  # the first run's check, and two calls
 
 
@@ -227,7 +227,7 @@ def test_a_kernel_that_fails_its_first_run_is_not_used(one_kernel, cpu_is_xla, b
             LOW_RANK(x, u, v, executor="neuron")
         with pytest.raises(NeuronSetupError, match="failed its first run"):
             LOW_RANK(x, u, v, executor=executor_name(Options(strict=True)))
-    assert len(neuron.load(table.all()[0]).calls) == 1
+    assert len(neuron.load(next(iter(table.found.values()))).calls) == 1
 
 
 def test_torchneuron_registers_each_kernel_once(tmp_path, cpu_is_neuron):
@@ -268,7 +268,9 @@ def test_torchneuron_graphs_hold_the_kernels_operator(one_kernel, cpu_is_neuron)
     want = (x @ u.t() @ v.t()).relu()
     torch.testing.assert_close(got, want)
     assert "stand_in_nki_kernel" in graphs[0]
-    assert all(neuron.load(kernel).calls for kernel in table.all())  # they ran, after the trace
+    assert all(
+        neuron.load(kernel).calls for kernel in table.found.values()
+    )  # they ran, after the trace
     assert not any(target.startswith("nmm.") for graph in graphs for target in graph)
     upstream = torch.randn_like(got)
     for a, b in zip(
@@ -282,7 +284,7 @@ def test_a_traced_graph_uses_what_the_backend_has_checked(monkeypatch, one_kerne
     """Nothing runs while a graph is traced: kernels are tried when they are built."""
     from nmm_compiler.backend import compile_graph
 
-    monkeypatch.setattr(kernels.Kernels, "origins", lambda self, specs, *rest: dict.fromkeys(specs))
+    monkeypatch.setattr(compile_graph, "fill_cache", lambda *given, **more: set())
     x, u, v = operands()
     for body, traced in ((RIGHT, True), ("(x @ u) @ v * 2", False)):
         table = one_kernel(body)
@@ -305,7 +307,7 @@ def test_a_traced_graph_uses_what_the_backend_has_checked(monkeypatch, one_kerne
             )
             with work.tried("kernels"):  # a stand-in has no schedule to report
                 compile_graph._build_kernels(work, work.gm)
-        (kernel,) = table.all()
+        (kernel,) = table.found.values()
         assert len(neuron.load(kernel).calls) == 1
         assert any("differs from the float64 reference" in str(w.message) for w in said) != traced
         if not traced:
@@ -334,7 +336,7 @@ def test_logical_cores_that_are_not_the_kernels_are_refused(
     monkeypatch.setenv(variable, "2")
     with pytest.raises(NeuronSetupError, match=r"NEURON_LOGICAL_NC_CONFIG=2 is set"):
         LOW_RANK(x, u, v, executor="auto")
-    assert not neuron.load(table.all()[0]).calls
+    assert not neuron.load(next(iter(table.found.values()))).calls
     monkeypatch.setenv(variable, "three")
     with pytest.raises(OptionTypeError, match=f"{variable}.*1 or 2"):
         LOW_RANK(x, u, v, executor="auto")
@@ -527,4 +529,4 @@ def test_two_dialects_of_one_spec_are_two_kernels():
     assert {name: kernel.dialect for name, kernel in found.items()} == {
         "nki": "nki", "neuronxcc": "neuronxcc",
     }  # fmt: skip
-    assert len(held.all()) == 2
+    assert len(held.found) == 2
