@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import builtins
 import dataclasses
+from collections import ChainMap
 from collections.abc import Iterable, Iterator
 from typing import TypeGuard
 
@@ -41,11 +42,10 @@ class Binding:
 
 @dataclasses.dataclass
 class Scope:
-    """The names bound directly in a module, function, class, lambda or comprehension."""
+    """What is known in a module, function, class, lambda or comprehension, innermost first."""
 
     node: ast.AST
-    parent: Scope | None
-    bindings: dict[str, list[Binding]] = dataclasses.field(default_factory=dict)
+    bindings: ChainMap[str, list[Binding]]
     outward: set[str] = dataclasses.field(default_factory=set)  # global and nonlocal names
 
 
@@ -60,7 +60,7 @@ class Names:
         self.package = package
         self.scope_of: dict[ast.AST, Scope] = {}
         self.parent: dict[ast.AST, ast.AST] = {}
-        self._walk(tree, Scope(tree, None))
+        self._walk(tree, Scope(tree, ChainMap()))
         self.nodes = list(ast.walk(tree))
         self.kernels = self._find_kernels()
         functions = (node for node in self.nodes if isinstance(node, _FUNCTIONS))
@@ -69,19 +69,11 @@ class Names:
             node for function in self.kernel_code for node in in_order(function, nested=True)
         ]
 
-    def lookup(self, name: str, scope: Scope) -> list[Binding]:
-        """Return the bindings that `name` can refer to in `scope`; empty when it is unbound."""
-        here: Scope | None = scope
-        while here is not None:
-            skip = isinstance(here.node, ast.ClassDef) and here is not scope
-            if not skip and name in here.bindings and name not in here.outward:
-                return here.bindings[name]
-            here = here.parent
-        return []
-
-    def bindings(self, node: ast.AST | None) -> list[Binding]:
-        """Return the bindings that a name's node can refer to; of another node, none."""
-        return self.lookup(node.id, self.scope_of[node]) if isinstance(node, ast.Name) else []
+    def bindings(self, node: ast.AST | None, name: str | None = None) -> list[Binding]:
+        """Return the bindings that a name's node, or a name at it, can refer to; else none."""
+        if not isinstance(node, ast.Name):
+            return []
+        return self.scope_of[node].bindings.get(name or node.id, [])
 
     def resolve(self, node: ast.AST, depth: int = 0) -> str | None:
         """Return the full name of what an expression names, or None when it is not an import."""
@@ -111,7 +103,7 @@ class Names:
         After a star import, every name counts as defined.
         """
         known = hasattr(builtins, node.id) or node.id in _MODULE_NAMES
-        return not (known or self.bindings(node) or self.lookup("*", self.scope_of[node]))
+        return not (known or self.bindings(node) or self.bindings(node, "*"))
 
     def above(self, node: ast.AST) -> Iterator[ast.AST]:
         """Yield the nodes around `node`, innermost first."""
@@ -128,7 +120,11 @@ class Names:
     def _walk(self, node: ast.AST, scope: Scope) -> None:
         self.scope_of[node] = scope
         self._bind(node, scope)
-        inner = Scope(node, scope) if isinstance(node, _SCOPES) else scope
+        inner = scope
+        if isinstance(node, _SCOPES):  # names of a class are not those of its functions
+            around = scope.bindings
+            around = around.parents if isinstance(scope.node, ast.ClassDef) else around
+            inner = Scope(node, around.new_child())
         for child in ast.iter_child_nodes(node):
             self.parent[child] = node
             self._walk(child, inner)
@@ -152,8 +148,8 @@ class Names:
                     bound.value = around.value
             case _ if type(node).__name__ in _NAMED:
                 name = getattr(node, "name")  # noqa: B009
-        if name:
-            scope.bindings.setdefault(name, []).append(bound)
+        if name and name not in scope.outward:
+            scope.bindings.maps[0].setdefault(name, []).append(bound)
 
     def _bind_import(self, node: ast.Import | ast.ImportFrom, scope: Scope) -> None:
         package = ""
@@ -162,7 +158,7 @@ class Names:
         for alias in node.names:
             path = alias.name if alias.asname or package else alias.name.partition(".")[0]
             known = Binding(node, self._known_as(package + path))
-            scope.bindings.setdefault(alias.asname or path, []).append(known)
+            scope.bindings.maps[0].setdefault(alias.asname or path, []).append(known)
 
     def _find_kernels(self) -> list[FunctionNode]:
         """Return the functions under @nki.jit, called or not, and those that nki.jit is given."""
