@@ -283,15 +283,16 @@ def _turn_and_reduce(
     )
 
 
-def _channels(op: str, given: Any, *tensors: Any) -> list[tuple[Any, ...]]:
-    """Return the lists of tensors of each channel of a ring."""
+def _in_channels(issue: Any, given: Any, tensors: tuple[Any, ...], *rest: Any) -> None:
+    """Issue a ring's instruction for the lists of tensors of each channel."""
     count = len(tensors[-1])
     current().need(
         list(given) == list(range(count)) and all(len(each) == count for each in tensors),
-        f"ncc.{op}: channel_ids={given!r} of {count} channels must be 0, 1, ...",
+        f"ncc.{issue.__name__}: channel_ids={given!r} of {count} channels must be 0, 1, ...",
         KernelArgumentError,
     )
-    return list(zip(*tensors, strict=True))
+    for each in zip(*tensors, strict=True):
+        issue(*each, *rest)
 
 
 def collective_permute_implicit(
@@ -299,9 +300,8 @@ def collective_permute_implicit(
     priority: Any = None, name: Any = None,
 ) -> None:  # fmt: skip
     """Send src to the ring's successor, receive dst from the predecessor, in each channel."""
-    op = "collective_permute_implicit"
-    for srcs, dsts in _channels(op, channel_ids, srcs_by_channel, dsts_by_channel):
-        _turn(srcs, dsts, replica_group, priority, name)
+    tensors = srcs_by_channel, dsts_by_channel
+    _in_channels(_turn, channel_ids, tensors, replica_group, priority, name)
 
 
 def collective_permute_implicit_reduce(
@@ -310,8 +310,7 @@ def collective_permute_implicit_reduce(
 ) -> None:  # fmt: skip
     """Send src0 <op> src1 to the ring's successor, receive the predecessor's, in each channel."""
     tensors = srcs0_by_channel, srcs1_by_channel, dsts_by_channel
-    for each in _channels("collective_permute_implicit_reduce", channel_ids, *tensors):
-        _turn_and_reduce(*each, replica_group, op, priority, name)
+    _in_channels(_turn_and_reduce, channel_ids, tensors, replica_group, op, priority, name)
 
 
 def collective_permute_implicit_current_processing_rank_id(
