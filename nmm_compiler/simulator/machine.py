@@ -194,8 +194,7 @@ class Machine:
 
     def error(self, kind: type[SimulationError], message: str) -> SimulationError:
         """Return an error of `kind` that carries the kernel's current file and line."""
-        file, line = kernel_frame()
-        return kind(message, file, line)
+        return kind(message, *kernel_frame())
 
     def need(
         self, holds: object, message: str, kind: type[SimulationError] = SimulationError

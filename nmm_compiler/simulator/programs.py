@@ -50,10 +50,6 @@ class Programs:
         )
         self.agreed: dict[tuple[Any, ...], Any] = {}
 
-    def begin(self, machine: Machine) -> None:
-        """Begin a program on a core that has run another one: its tensors are those of that one."""
-        self.sequence.pop((machine.place, "shared_hbm"), None)
-
     def shared(
         self, machine: Machine, name: str, shape: tuple[int, ...], dtype: Any, region: Any
     ) -> NkiTensor:

@@ -38,7 +38,6 @@ from nmm_compiler.simulator.beta1.table import ISA_ENUMS, ISA_VALUES, REFUSED, U
 from nmm_compiler.simulator.beta1.tensor import (
     Tensor,
     as_number,
-    asked,
     in_kind,
     result,
     session,
@@ -114,18 +113,21 @@ def tensor(name: str, role: str, value: Any) -> Tensor:
 
 def tensor_anywhere(name: str, role: str, value: Any) -> Tensor:
     """Return `value` as a tensor in any memory."""
-    if isinstance(value, Tensor) and value.part is True:
-        return value
-    what = (
-        f"{type(value).__name__}; pass a tile, of a NumPy array by nl.load(nl.shared_constant(...))"
-    )
-    if isinstance(value, (Index, Mask)):
-        what = "an index expression; make a tile of it with nisa.iota(expr, dtype)"
-    if isinstance(value, Tensor):
-        what = (
-            "a tile with an operand mask, which nisa.nc_matmul and nl.matmul(transpose_x=True) "
-            "alone take (NKI API Masking); pass mask="
-        )
+    match value:
+        case Tensor(part=True):
+            return value
+        case Tensor():
+            what = (
+                "a tile with an operand mask, which nisa.nc_matmul and "
+                "nl.matmul(transpose_x=True) alone take (NKI API Masking); pass mask="
+            )
+        case Index() | Mask():
+            what = "an index expression; make a tile of it with nisa.iota(expr, dtype)"
+        case _:
+            what = (
+                f"{type(value).__name__}; pass a tile, of a NumPy array by "
+                "nl.load(nl.shared_constant(...))"
+            )
     raise fail(OperandError, f"{name}: {role} is {what}")
 
 
@@ -254,7 +256,7 @@ def by_row(name: str, row: Any, issue: Body, rule: str, given: Arguments) -> Any
         kind = kind_of(rule)
 
     return result(
-        shape, asked(dtype, kind),
+        shape, kind_of(dtype, kind),
         lambda dst, part: issue(dst, **_views(name, row, given, role, over, part)),
         mask=mask, over=over, only=row.writes[row.first],
         exact=rule == "exact" and dtype is None,
@@ -284,7 +286,7 @@ def _reduced(
         places = tuple(range(rank - len(axes), rank))
         ISSUE["tensor_reduce"](dst, data=view, axis=places, keepdims=keepdims, **given)
 
-    return result(shape, asked(dtype, data.kind), issue, mask=mask, over=data.shape)
+    return result(shape, kind_of(dtype, data.kind), issue, mask=mask, over=data.shape)
 
 
 def _gathered(
@@ -402,7 +404,7 @@ def transposed(name: str, data: Any, engine: Any, dtype: Any = None, mask: Any =
             through(dst, dtypes.float32, psum, issue_product, view, one)
 
     return result(
-        (math.prod(data.shape[1:]), data.shape[0]), asked(dtype, data.kind), issue, mask=box,
+        (math.prod(data.shape[1:]), data.shape[0]), kind_of(dtype, data.kind), issue, mask=box,
         over=data.shape, turned=True,
         only=("sbuf", "psum") if on_vector else ("psum",), exact=dtype is None,
     )  # fmt: skip
@@ -426,7 +428,7 @@ def _dma_transposed(name: str, src: Any, axes: Any, dtype: Any) -> Tensor:
     order = TURNED.get(len(source.shape), (1, 0))
     axes = axes if axes is None else tuple(axes)
     return result(
-        tuple(source.shape[a] for a in order), asked(dtype, source.kind),
+        tuple(source.shape[a] for a in order), kind_of(dtype, source.kind),
         lambda dst, part: turned_by_dma(dst, source.tile(), axes),
         only=("sbuf",), exact=dtype is None,
     )  # fmt: skip
@@ -483,7 +485,7 @@ def _selected(
             dst, pattern, multiplier, view, fill, cmp_op=LANGUAGE[op], offset=offset
         )
 
-    return result(tile.shape, asked(dtype, tile.kind), issue, mask=mask, only=("sbuf",))
+    return result(tile.shape, kind_of(dtype, tile.kind), issue, mask=mask, only=("sbuf",))
 
 
 def _expression(name: str, expr: Any, dtype: Any) -> Tensor:

@@ -42,7 +42,6 @@ from nmm_compiler.simulator.beta1.tensor import (
     Tensor,
     alike,
     as_number,
-    asked,
     assign,
     in_kind,
     need_broadcast,
@@ -190,7 +189,7 @@ def load(src: Any, *, mask: Any = None, dtype: Any = None) -> Tensor:
     """Return a tile in SBUF with the values of an HBM tensor; the masked part is left out."""
     source = _hbm("nl.load", "src", src)
     return result(
-        source.shape, asked(dtype, source.kind),
+        source.shape, kind_of(dtype, source.kind),
         lambda dst, part: ISSUE["dma_copy"](dst, source.tile(part)), mask=mask,
         only=("sbuf",), exact=dtype is None,
     )  # fmt: skip
@@ -227,7 +226,7 @@ def load_transpose2d(src: Any, *, mask: Any = None, dtype: Any = None) -> Tensor
     by_dma = current().target.dma_transposes and source.kind.item_bytes == 2
     turn = functools.partial(turned_by_dma, axes=(1, 0)) if by_dma else _turned_by_products
     return result(
-        (source.shape[1], source.shape[0]), asked(dtype, source.kind),
+        (source.shape[1], source.shape[0]), kind_of(dtype, source.kind),
         lambda dst, part: turn(dst, source.tile(part)), mask=mask,
         over=source.shape, turned=True, only=("sbuf",), exact=dtype is None,
     )  # fmt: skip
@@ -277,7 +276,7 @@ def _binary(short: str) -> Body:
         if isinstance(other, Index) and short == "add" and math.prod(tile.shape) == 1:
             return affine(other)._replace(tile=tile)
         if number is not None:
-            kind = asked(dtype, promote(tile.kind, kind_of_number(other)))
+            kind = kind_of(dtype, promote(tile.kind, kind_of_number(other)))
             return elementwise(
                 name, "tensor_scalar", data=tile, op0=op, operand0=number, reverse0=reverse,
                 dtype=kind, mask=mask,
@@ -287,7 +286,7 @@ def _binary(short: str) -> Body:
             need_broadcast(alike(x.shape, y.shape), y, x.shape, name)
             y = y.reshape(x.shape)
         shape = tuple(map(max, x.shape, y.shape))
-        kind = asked(dtype, promote(x.kind, y.kind))
+        kind = kind_of(dtype, promote(x.kind, y.kind))
         for wide, narrow, turned in ((x, y, False), (y, x, True)):
             one_each = narrow.shape == (shape[0],) + (1,) * (len(shape) - 1)
             if one_each and by_vector and wide.shape == shape and math.prod(shape[1:]) > 1:
@@ -367,7 +366,7 @@ def _loop_reduce(
             ISSUE["tensor_copy"](dst, tile.tile(part))
             places.add(place)
 
-    kind = asked(dtype, tile.kind)
+    kind = kind_of(dtype, tile.kind)
     return result(tile.shape, kind, None, mask=mask, exact=True, update=update)
 
 

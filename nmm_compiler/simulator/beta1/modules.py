@@ -67,7 +67,8 @@ def _entry(function: Function, grid: Grid, checked: bool) -> Function:
         every, core = itertools.product(*map(range, machine.launch)), machine.program_id
         mine = [program for program in every if sum(map(getitem, grid, program)) == core]
         for machine.program in mine:
-            machine.programs.begin(machine)
+            # tensors in shared HBM are those of the program before on this core
+            machine.programs.sequence.pop((machine.place, "shared_hbm"), None)
             returned = function(*tensors[0], **tensors[1])
             now.flush()
         with place_instructions(defined_at(function)):

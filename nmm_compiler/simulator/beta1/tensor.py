@@ -540,11 +540,6 @@ def result(
     return now.pending
 
 
-def asked(dtype: Any, kind: DType) -> DType:
-    """Return the dtype that a call names, else `kind`."""
-    return kind if dtype is None else kind_of(dtype)
-
-
 def written(dst: Tensor, box: Part = True) -> NkiTensor:
     """Return the view of a destination, and note that it is written."""
     now = session()

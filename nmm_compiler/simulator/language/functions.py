@@ -62,8 +62,7 @@ def result_of(
 
     operands, options: of the instruction, behind its destination.
     """
-    kind = like.dtype if dtype is None else kind_of(dtype)
-    result = ndarray(shape or like.shape, kind, buffer, "")
+    result = ndarray(shape or like.shape, kind_of(dtype, like.dtype), buffer, "")
     issue(result, *operands, **options)
     return result
 
@@ -189,7 +188,7 @@ def where(condition: Any, x: Any, y: Any, dtype: Any = None) -> NkiTensor:
     """Return x where condition is nonzero, else y."""
     condition = need_tile("where", condition)
     tile = x if isinstance(x, NkiTensor) else y if isinstance(y, NkiTensor) else condition
-    kind = tile.dtype if dtype is None else kind_of(dtype)
+    kind = kind_of(dtype, tile.dtype)
     result = ndarray(condition.shape, kind, sbuf, "")
     mask = NAMES["not_equal"](condition, 0.0, dtype="uint8")
     for value, reverse in ((y, True), (x, False)):
@@ -229,10 +228,8 @@ def _reduction(name: str, op: str) -> None:
     named(name, function)
 
 
-_reduction("sum", "add")
-_reduction("max", "maximum")
-_reduction("min", "minimum")
-_reduction("prod", "multiply")
+for _name, _alu in {"sum": "add", "max": "maximum", "min": "minimum", "prod": "multiply"}.items():
+    _reduction(_name, _alu)
 
 
 @exported
@@ -277,7 +274,7 @@ def rms_norm(
     compute_dtype: Any = None,
 ) -> NkiTensor:
     """Return x / sqrt(sum(x^2) / n + epsilon) * w."""
-    kind = float32 if compute_dtype is None else kind_of(compute_dtype)
+    kind = kind_of(compute_dtype, float32)
     total = NAMES["sum"](NAMES["square"](x, dtype=kind), axis, float32, True)
     scaled = result_of(
         elementwise.tensor_scalar, total, total, NAMES["multiply"], 1.0 / n, op1=NAMES["add"],

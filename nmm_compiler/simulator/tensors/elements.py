@@ -211,9 +211,8 @@ def note_unwritten(view: NkiTensor, mask: np.ndarray, what: str = "") -> None:
 
 def poisoned_values(view: NkiTensor, values: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """Return a copy of a view's values with NaN, or 4 in integers, where none was written."""
-    values = values.copy()
-    values[mask] = FILL.get(view.dtype.kind, FILL["int"])
-    return values
+    fill = FILL.get(view.dtype.kind, FILL["int"])
+    return np.where(mask, np.asarray(fill, values.dtype), values)
 
 
 def refuse_poison(machine: Machine, what: str, origin: str, mask: np.ndarray) -> None:

@@ -51,9 +51,9 @@ Moved = tuple[tuple[Any, int, int], ...]
 """The registers that slices start at: (symbol, step, value) of each part of an offset."""
 
 
-def kind_of(dtype: Any) -> DType:
-    """Return the dtype that a kernel's argument names."""
-    kind = dtypes.find(dtype)
+def kind_of(dtype: Any, default: DType | None = None) -> DType:
+    """Return the dtype that a kernel's argument names; None means the default."""
+    kind = default if dtype is None else dtypes.find(dtype)
     if kind is None:
         raise current().error(OperandError, f"unknown dtype {dtype!r}; use those of nki.language")
     return kind
@@ -290,7 +290,7 @@ class NkiTensor(NKIObject):
         dtype: Any = None,
     ) -> NkiTensor:
         """Address the storage directly: [[step, count], ...] in elements from `offset`."""
-        kind = self.dtype if dtype is None else kind_of(dtype)
+        kind = kind_of(dtype, self.dtype)
         item, old = kind.item_bytes, self.itemsize
         dims = [(self._number(count), self._number(step)) for step, count in pattern]
         self.need(min(dims, default=(1,))[0] > 0, f"ap pattern {pattern} has a count below 1")
