@@ -147,7 +147,8 @@ class Scheduler:
             (memory, engines, {}) for share, memory, engines in ports if share
         ]
         self.queues: dict[str, Slots] = collections.defaultdict(Slots)
-        self.dma_engines = DmaEngines(target)
+        # the DMA engines: one stands for all while all are booked alike
+        self.alike, self.movers, self.step_us = Slots(), list[Slots](), stagger_us(target)
         self.waiting: list[tuple[float, int, Transfer]] = []  # by when it is ready, then index
         self.wake_us = wake_us(target)
         # engines whose program order alone gives write-after-read and write-after-write
@@ -308,7 +309,11 @@ class Scheduler:
         storage.put_off = [entry for entry in storage.put_off if not booked[entry[2].index]]
 
     def _issue(self, dma: Transfer) -> None:
-        """Book the issuing queue, then the DMA engines."""
+        """Book the issuing queue, then the DMA engines.
+
+        A transfer is started on one engine after another: each begins `step_us` after the one
+        before. While all are booked alike there is one booking, with row -1.
+        """
         index, cost, begin = dma.index, dma.cost, dma.ready
         if cost.gpsimd_us:
             begin = self.engines[GPSIMD].place(begin, cost.gpsimd_us)
@@ -317,7 +322,18 @@ class Scheduler:
         issue = queue.hold(index, "queue", cost.queue, start, start + issue_us, dma.waited)
         start_us = self.target.dma_start_latency_seconds * US
         ready = start + (issue_us if issue_us > start_us else start_us)
-        parts, last, end = self.dma_engines.place(issue, cost, ready)
+        step_us, count = self.step_us, self.target.dma_engines
+        moves = [(self.alike, -1, ready, cost.uniform_us)]
+        if self.movers or not cost.uniform_us:
+            self.movers = self.movers or [self.alike.later(e * step_us) for e in range(count)]
+            moves = [(self.movers[engine], engine, ready + rank * step_us, us)
+                     for rank, (engine, us) in enumerate(cost.shares)]  # fmt: skip
+        waited, parts = (issue.why, issue, issue.stop), []
+        for slots, row, begin, us in moves:
+            start = slots.place(begin, us)
+            parts.append(slots.hold(index, "dma engines", row, start, start + us, waited))
+        last = max(parts, key=lambda part: part.stop)
+        end = last.stop + (count - 1) * step_us if last.row == -1 else last.stop
         end += cost.tail_us
         self._done((issue, *parts), last, DMA, dma.touched, end, end)
 
@@ -460,44 +476,6 @@ class TensorClock:
         free = begin + interval
         self.sums[into] = free if interval > self.fill_us else begin + self.fill_us
         return begin, free, free + (work.latency - work.interval)
-
-
-class DmaEngines:
-    """The DMA engines of a core; one of them stands for all while all are booked alike.
-
-    A transfer is started on one engine after another: each begins `step_us` after the one before.
-    """
-
-    def __init__(self, target: Target) -> None:
-        self.count = target.dma_engines
-        self.step_us = stagger_us(target)
-        self.alike, self.engines = Slots(), list[Slots]()
-
-    def place(
-        self, issue: Booking, cost: DmaCost, ready: float
-    ) -> tuple[list[Booking], Booking, float]:
-        """Book a transfer; return its parts, the last of them, and when that one ends.
-
-        While all engines are booked alike there is one part, with row -1.
-        """
-        if not self.engines:
-            if cost.uniform_us:
-                part = _part(self.alike, issue, -1, ready, cost.uniform_us)
-                return [part], part, part.stop + (self.count - 1) * self.step_us
-            self.engines = [self.alike.later(e * self.step_us) for e in range(self.count)]
-        parts = [
-            _part(self.engines[engine], issue, engine, ready + rank * self.step_us, duration)
-            for rank, (engine, duration) in enumerate(cost.shares)
-        ]
-        last = max(parts, key=lambda part: part.stop)
-        return parts, last, last.stop
-
-
-def _part(slots: Slots, issue: Booking, engine: int, ready: float, duration: float) -> Booking:
-    """Book a DMA engine; it waits for another transfer, or for the queue that issues its own."""
-    start = slots.place(ready, duration)
-    waited = issue.why, issue, issue.stop
-    return slots.hold(issue.index, "dma engines", engine, start, start + duration, waited)
 
 
 _OUT_OF_A_LOOP = (
