@@ -180,7 +180,7 @@ def test_a_hostile_file_is_refused_and_linted_unread(tmp_path, nmm, text, found)
 def test_an_error_in_a_kernel_ends_with_1(command, body, code, tmp_path, nmm):
     head = "import nki\nimport nki.language as nl\n\n\n@nki.jit\ndef k(a):\n    "
     (tmp_path / "k.py").write_text(f"{head}{body}\n")
-    line = (command, f"{tmp_path / 'k.py'}:k", "--arg", "a=8x8:float32", "--memory-limit", "0.1")
+    line = (command, f"{tmp_path / 'k.py'}:k", "--arg", "a=8x8:float32", "--memory-limit", "0.02")
     assert nmm(*line, code=code).err.startswith("error: ")
 
 
