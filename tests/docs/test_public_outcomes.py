@@ -1,5 +1,6 @@
 """The count of public kernels: outcomes kept in a file, and the cases that end their process."""
 
+import gc
 import io
 import os
 import sys
@@ -17,6 +18,15 @@ import beta1_kernels
 import public_kernels as public
 import public_library as library
 import public_outcomes as outcomes
+
+
+@pytest.fixture(autouse=True)
+def what_others_left_is_not_collected():
+    """Each case collects garbage, which takes seconds in a process that has loaded torch."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
 
 ACCURACY = types.SimpleNamespace(absolute_accuracy=0.5, relative_accuracy=0.25)
 
