@@ -197,15 +197,15 @@ def _match_twice(matches):
     return [*matches, dataclasses.replace(matches[0], rule="shared_x")]
 
 
-def _read_a_transpose_of_nothing(graph, matches):
-    matches[0].data.x_layout = "col"
+def _read_a_transpose_of_nothing(graph, match):
+    match.data.x_layout = "col"
 
 
 # What a step may get wrong, and the words of the check that finds it.
 WRONG = {
     "combine": (SharedX, "combine", lambda rule, graph, matches: _match_twice(matches),
                 "both take over node"),
-    "layout": (pipeline, "assign_layouts", _read_a_transpose_of_nothing,
+    "layout": (layout, "_absorb_transpose", _read_a_transpose_of_nothing,
                "the transpose that nothing makes"),
     "emit": (calls.Call, "finish", lambda call, editor, y: editor.call(torch.Tensor.double, y),
              r"is torch.float64 .* in place of"),
