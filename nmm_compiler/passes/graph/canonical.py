@@ -73,13 +73,9 @@ def owner_of(key: Key) -> fx.Node:
 
 @dataclass(frozen=True)
 class Leaf:
-    """A value from outside the graph: an input, or stored by the model.
-
-    part: which part of a weight it is, where it is one.
-    """
+    """A value from outside the graph: an input, or stored by the model; a part of a weight, too."""
 
     stored: bool = True
-    part: Part | None = None
 
 
 @dataclass(frozen=True)
@@ -196,15 +192,6 @@ class Concatenation(Opaque):
     """The inputs, one after the other along an axis."""
 
     axis: int
-
-
-@dataclass(frozen=True)
-class Part(Opaque):
-    """Neighbours along an axis of the one input, from `start` to before `stop`."""
-
-    axis: int
-    start: int
-    stop: int
 
 
 @dataclass(frozen=True)
@@ -366,7 +353,7 @@ class Canonical:
         form = self.forms[base]
         if isinstance(form, Cast):
             return self.origin(form.value)
-        cut = isinstance(form, Opaque) and (isinstance(form, Part) or form.name in _SPLITS)
+        cut = isinstance(form, Opaque) and form.name in _SPLITS
         sources = owner_of(base).all_input_nodes
         return self.origin(sources[0]) if cut and sources else base
 

@@ -53,7 +53,6 @@ from nmm_compiler.passes.graph.canonical import (
     Leaf,
     Norm,
     Opaque,
-    Part,
     Product,
     Result,
     Scale,
@@ -523,7 +522,10 @@ def _same(c: Canonical, source: fx.Node) -> View:
 
 @_of_one
 def _regroup(c: Canonical, call: Call, source: fx.Node) -> Result:
-    """Read view, reshape, flatten, clone, ...: the target shape is in the metadata."""
+    """Read view, reshape, flatten, clone, ...: the target shape is in the metadata.
+
+    A slice that leaves something out has fewer elements, and is no such view.
+    """
     if c.dtype(source) != c.dtype(call.node):
         return None
     dims = views.reshape(_same(c, source)[1], c.sizes(call.node))
@@ -561,47 +563,10 @@ def _expand(c: Canonical, call: Call, source: fx.Node) -> Result:
 
 @_of_one
 def _getitem(c: Canonical, call: Call, source: fx.Node, index: Any = None) -> Result:
-    """Indexing by full slices, None and Ellipsis only adds dimensions."""
-    entries = list(index) if isinstance(index, tuple) else [index]
-    cut = [i for i, e in enumerate(entries) if not (e is None or e is Ellipsis or e in _FULL)]
-    if not cut:
-        return _regroup(c, call, source)
-    if len(cut) > 1 or None in entries or not isinstance(entries[cut[0]], slice):
-        return None
-    rank, after = len(c.sizes(source)), entries[cut[0] + 1 :]
-    axis = rank - 1 - len(after) if Ellipsis in entries[: cut[0]] else cut[0]
-    kept: slice = entries[cut[0]]
-    return _part(c, call, source, axis, (kept.start, kept.stop, kept.step))
-
-
-_FULL = (slice(None), slice(None, None, 1), slice(0, None), slice(0, None, 1))
-
-
-@_of_one
-def _slice(
-    c: Canonical,
-    call: Call,
-    source: fx.Node,
-    dim: Any = 0,
-    start: Any = None,
-    end: Any = None,
-    step: Any = None,
-) -> Result:
-    return _part(c, call, source, dim, (start, end, step))
-
-
-def _part(c: Canonical, call: Call, source: fx.Node, axis: Any, ends: tuple[Any, ...]) -> Result:
-    """Read a slice with step 1 of one axis; the same value where it leaves nothing out."""
-    shape = c.sizes(source)
-    if not isinstance(axis, int) or not shape or ends[2] not in (None, 1):
-        return None
-    if shape == c.shape(call.node) and ends[0] in (0, None):
-        return _same(c, source)
-    size = shape[axis]
-    if not all(isinstance(n, int) for n in (size, ends[0] or 0, 0 if ends[1] is None else ends[1])):
-        return None
-    start, stop, _ = slice(*ends).indices(size)
-    return Part(call.name, (source,), axis % len(shape), start, stop)
+    """Read slices that leave nothing out, None and Ellipsis, which only add dimensions."""
+    entries = index if isinstance(index, tuple) else (index,)
+    plain = all(e is None or e is Ellipsis or isinstance(e, slice) for e in entries)
+    return _regroup(c, call, source) if plain else None
 
 
 def _concatenate(c: Canonical, call: Call, tensors: Any = None, dim: Any = 0) -> Result:
@@ -775,12 +740,12 @@ TABLE: dict[str, Handler] = {
             "alias",
             "positive",
             "resolve_conj",
+            "slice",
         ),
         _regroup,
     ),
     **dict.fromkeys(TURNED, _turned),
     "getitem": _getitem,
-    "slice": _slice,
     **dict.fromkeys(("cat", "concat", "concatenate"), _concatenate),
     **dict.fromkeys(("softmax", "_softmax", "log_softmax", "_log_softmax"), _softmax),
     "repeat_interleave": _repeat,
@@ -943,8 +908,8 @@ def _visit(c: Canonical, node: fx.Node) -> None:
     if isinstance(result, tuple):
         c.note_view(node, source, result)
         return
-    if (result is None or isinstance(result, Part)) and _shares_constant(c, node):
-        result = Leaf(True, result)
+    if result is None and _shares_constant(c, node):
+        result = Leaf()
     if result is None:
         result = Opaque(_opaque_name(c, node), tuple(node.all_input_nodes))
     c.define(node, result, shape)

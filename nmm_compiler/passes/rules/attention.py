@@ -38,19 +38,18 @@ from nmm_compiler.passes.graph.canonical import (
     Cast,
     Concatenation,
     Key,
-    Leaf,
     Opaque,
-    Part,
     Product,
     Scale,
     Softmax,
     describe,
+    owner_of,
 )
 from nmm_compiler.passes.graph.capture import collect_values
 from nmm_compiler.passes.graph.effects import fetch_attribute, upstream
 from nmm_compiler.passes.graph.read_graph import constant_value, matmul_labels, read_graph
 from nmm_compiler.passes.graph.torch_names import target_name
-from nmm_compiler.passes.graph.views import BROADCAST, Dims
+from nmm_compiler.passes.graph.views import BROADCAST, Dims, as_size
 from nmm_compiler.passes.rules.base import Match, Rule
 
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -300,15 +299,25 @@ def _is_half_turn(c: Canonical, key: Key, x: Key) -> bool:
     if not isinstance(form, Concatenation) or len(form.inputs) != 2 or len(shape) != 4:
         return False
     half, (sign, back) = shape[3] // 2, _factor(c, form.inputs[0])
-    parts = [c.forms[_same(c, key)] for key in (back, form.inputs[1])]
-    wanted = [(3, half, shape[3]), (3, 0, half)]
-    for one, place in zip(parts, wanted, strict=True):
-        part = one.part if isinstance(one, Leaf) else one
-        if not isinstance(part, Part) or (part.axis, part.start, part.stop) != place:
-            return False
-        if c.views[part.inputs[0]] != c.views[x]:
-            return False
-    return sign == -1.0 and form.axis == 3
+    halves = _is_half(c, back, x, half) and _is_half(c, form.inputs[1], x, 0)
+    return halves and sign == -1.0 and form.axis == 3
+
+
+def _is_half(c: Canonical, key: Key, x: Key, start: int) -> bool:
+    """Return whether a value is x[..., start:start + d/2], as its memory says it."""
+    node = owner_of(_same(c, key))
+    source = next(iter(node.all_input_nodes), None)
+    if source is None or c.views.get(source) != c.views[x]:
+        return False
+    *outer, d = c.sizes(source)
+    own, whole = c.tensor(node), c.tensor(source)
+    if own is None or whole is None or c.sizes(node) != (*outer, d // 2):
+        return False
+    strides = [[*map(as_size, one.stride())] for one in (own, whole)]
+    starts = [as_size(one.storage_offset()) for one in (own, whole)]
+    shared = c.effects.storages(node) & c.effects.storages(source)
+    moved = starts[0] - starts[1] == start * strides[1][-1]
+    return bool(shared) and strides[0] == strides[1] and moved
 
 
 def _are_angles(c: Canonical, key: Key, x: Key) -> bool:
