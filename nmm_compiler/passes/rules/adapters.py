@@ -59,39 +59,23 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class _Branch:
-    """One adapter of a batch: its rows of the batch, its chain, and the nodes that compute it."""
-
-    rows: tuple[int, ...]
-    chain: Chain
-    nodes: set[fx.Node]
-
-
-@dataclass(frozen=True)
 class _Call:
     """A linear and the branches that are added to it, all [out, in].
 
-    factors: all of them. others: the index and the gains, where the graph has them. operands:
-    emits index, u, v and gains for an x.
+    linear: x, the weight and the bias, None where there is none. factors: all of them. others: the
+    index and the gains, where the graph has them. nodes: those that write rows, and what they
+    write; none of gathered factors. operands: emits index, u, v and gains for an x.
     """
 
-    linear: Any
+    linear: list[Any]
     factors: list[Any]
     others: list[Any]
+    nodes: set[fx.Node]
     operands: Callable[[Editor, Any], dict[str, Any]]
-
-    def plain(self) -> list[Any]:
-        """Return x, the weight and the bias, None where there is none."""
-        return [*self.linear.args, *self.linear.kwargs.values(), None][:3]
-
-    def reads(self, graph: Canonical) -> list[Any]:
-        """Return the values that the call reads."""
-        given = [one for one in self.plain() if one is not None]
-        return [*given, graph.base(given[0])[0], *self.factors, *self.others]
 
     def named(self, editor: Editor) -> dict[str, Any]:
         """Emit what the op reads; return its arguments by name."""
-        x, w, bias = (None if one is None else editor.node(one) for one in self.plain())
+        x, w, bias = (None if one is None else editor.node(one) for one in self.linear)
         given = {"x": x, "w": w, "bias": bias, "u_layout": "col", "w_layout": "col"}
         return given | self.operands(editor, x)
 
@@ -105,57 +89,36 @@ class Adapters(KernelRule):
     def pattern(self, graph: Canonical, node: Any) -> Iterator[Any]:
         """Propose linears whose rows are written, and sums of a linear and another value."""
         if name_of(node) == "linear" and any(map(_writes_rows, node.users)):
-            yield node, None
+            yield node, node, None
         form = graph.forms.get(node)
         for base, more in form.orders if isinstance(form, Add) else ():
             if name_of(graph.base(base)[0]) == "linear" and graph.is_whole(base):
-                yield node, (graph.base(base)[0], more)
+                yield node, graph.base(base)[0], more
 
     def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
-        """Read the branches, which together write each row once at most."""
-        node, terms = candidate
-        if terms is not None:
-            call = _gathered(graph, *terms)
-            inner = set() if call is None else covered(graph, node, call.reads(graph))
-            return None if call is None else self._matched(graph, node, {*inner}, node, call)
-        x = node.args[0]
-        found = [_branch(graph, node, x, user) for user in node.users if _writes_rows(user)]
-        branches = [branch for branch in found if branch is not None]
-        if len(branches) < len(found):
-            return None
-        rows = [row for branch in branches for row in branch.rows]
-        shape = graph.sizes(x)
-        size = shape[0] if shape and isinstance(shape[0], int) else 0
-        if len(rows) != len(set(rows)) or not all(0 <= row < size for row in rows):
-            text = f"rows {rows} of a batch of {size} are not written once each"
-            return Refusal("shape", text, node)
-        factors = [factor.key for one in branches for factor in one.chain.factors]
-        call = _Call(node, factors, [], functools.partial(_stacked, branches))
-        inner = {node, *(n for branch in branches for n in branch.nodes)}
-        last = max(inner, key=graph.effects.position.__getitem__)
-        position = graph.effects.position
-        for user in node.users:
-            if user not in inner and position[user] < position[last]:
-                return Refusal("other_user", f"{user.name} reads it before all branches", node)
-        return self._matched(graph, node, inner, last, call)
-
-    def _matched(
-        self, graph: Canonical, node: Any, inner: set[fx.Node], last: fx.Node, call: _Call
-    ) -> Match | Refusal:
-        """Return the match of one call, or why there is none."""
-        read = (node, *call.plain(), *call.factors)
-        dtypes = {dtype_name(graph.dtype(one)) for one in read if one is not None}
+        """Read the branches and check that one call may take the place of the linear."""
+        node, linear, more = candidate
+        plain = [*linear.args, *linear.kwargs.values(), None][:3]
+        call = (
+            _by_rows(graph, node, plain) if more is None else _gathered(graph, linear, more, plain)
+        )
+        if not isinstance(call, _Call):
+            return call
+        read = [one for one in plain if one is not None]
+        dtypes = {dtype_name(graph.dtype(one)) for one in (node, *read, *call.factors)}
         if len(dtypes) > 1:
             text = f"x, weights, factors and the result are {', '.join(sorted(dtypes))}"
             return Refusal("dtype", text, node)
-        also = () if last is node else (node,)
-        writes = [one for one in inner if also and one in graph.effects.writers]
-        why = unsafe(graph, inner, last, call.reads(graph), allowed=writes, also_final=also)
+        reads = [*read, graph.base(plain[0])[0], *call.factors, *call.others]
+        nodes = call.nodes or covered(graph, node, reads)
+        last = max(nodes, key=graph.effects.position.__getitem__)
+        writes = nodes & graph.effects.writers if call.nodes else ()
+        why = unsafe(graph, nodes, last, reads, allowed=writes, also_final=(node,))
         if why is not None:
             return why
-        tokens = tokens_to_judge(views.product(graph.sizes(call.linear.args[0])[:-1]))
+        tokens = tokens_to_judge(views.product(graph.sizes(plain[0])[:-1]))
         lowering = Lowering(graph, node, tokens)
-        match = Match(self.name, node, frozenset(inner), data=call)
+        match = Match(self.name, node, frozenset(nodes), data=call)
         return self.of_spec(
             graph, match, lambda: lowering.kernel(ADAPTERS.name, call.named(lowering))
         )
@@ -184,19 +147,19 @@ def _of_tokens(editor: Editor, rows: Any, x: Any) -> fx.Node:
     return editor.call(aten.expand_as.default, node, zeros, meta_value=value)
 
 
-def _stacked(branches: Sequence[_Branch], editor: Editor, x: Any) -> dict[str, Any]:
+def _stacked(branches: dict[tuple[int, ...], Chain], editor: Editor, x: Any) -> dict[str, Any]:
     """Emit the adapter of each token, the gains, and the factors one after the other, of equal
     ranks."""
-    value = editor.value(x)
-    numbers = {row: i for i, branch in enumerate(branches) for row in branch.rows}
+    value, chains = editor.value(x), branches.values()
+    numbers = {row: i for i, rows in enumerate(branches) for row in rows}
     rows = [numbers.get(row, -1) for row in range(int(value.shape[0]))]
     index = _of_tokens(editor, _constant(editor, rows, torch.int32, value), x)
-    gains = _constant(editor, [_number(one.chain) for one in branches], torch.float32, value)
-    firsts, seconds = [], []
-    for chain in (one.chain for one in branches):
+    gains = _constant(editor, [*map(_number, chains)], torch.float32, value)
+    firsts, seconds, rank = [], [], max(chain.r for chain in chains)
+    for chain in chains:
         first, second = (editor.node(factor.key) for factor in chain.factors)
-        more = max(one.chain.r for one in branches) - chain.r
-        if more:
+        if chain.r < rank:
+            more = rank - chain.r
             first = editor.call(aten.constant_pad_nd.default, first, [0, 0, 0, more])
             second = editor.call(aten.constant_pad_nd.default, second, [0, more])
         firsts.append(first)
@@ -230,8 +193,34 @@ def _writes_rows(user: Any) -> bool:
     return name_of(user) == "setitem_" and isinstance(user.args[1], (list, tuple))
 
 
-def _branch(graph: Canonical, base: Any, x: Any, write: Any) -> _Branch | None:
-    """Return base[rows] += linear(linear(x[rows], a), b) * scale, as one write ends it."""
+def _by_rows(graph: Canonical, linear: Any, plain: list[Any]) -> _Call | Refusal | None:
+    """Read base[rows] += linear(linear(x[rows], a), b) * scale for the rows of each adapter, which
+    together are each row once at most."""
+    nodes, branches = {linear}, dict[tuple[int, ...], Chain]()
+    writes, x = [user for user in linear.users if _writes_rows(user)], plain[0]
+    for write in writes:
+        chain = _branch(graph, linear, x, write, nodes)
+        if chain is None:
+            return None
+        branches[tuple(write.args[1])] = chain
+    rows = [row for write in writes for row in write.args[1]]
+    size = graph.sizes(x)[0]
+    whole = isinstance(size, int) and all(0 <= row < size for row in rows)
+    if len(rows) != len(set(rows)) or not whole:
+        return Refusal(
+            "shape", f"rows {rows} of a batch of {size} are not written once each", linear
+        )
+    position = graph.effects.position
+    end = max(map(position.__getitem__, nodes))
+    for user in linear.users:
+        if user not in nodes and position[user] < end:
+            return Refusal("other_user", f"{user.name} reads it before all branches", linear)
+    factors = [factor.key for chain in branches.values() for factor in chain.factors]
+    return _Call(plain, factors, [], nodes, functools.partial(_stacked, branches))
+
+
+def _branch(graph: Canonical, base: Any, x: Any, write: Any, nodes: set[fx.Node]) -> Chain | None:
+    """Return the chain of one adapter, as one write ends it; add the nodes that compute it."""
     target, rows, total = write.args[:3]
     if name_of(total) not in ("add", "add_") or total.kwargs or target is not base:
         return None
@@ -248,8 +237,8 @@ def _branch(graph: Canonical, base: Any, x: Any, write: Any) -> _Branch | None:
     straight = straight and is_whole_feature(of_y[-1], chain.n) and name_of(part) == "getitem"
     if not straight or not _number(chain) or tuple(part.args) != (x, rows):
         return None
-    nodes = {write, total, before, part, *covered(graph, added, [part, *chain.weights])}
-    return _Branch(tuple(rows), chain, nodes)
+    nodes |= {write, total, before, part, *covered(graph, added, [part, *chain.weights])}
+    return chain
 
 
 def _number(chain: Chain) -> float:
@@ -258,9 +247,9 @@ def _number(chain: Chain) -> float:
     return math.prod(step.number for step in chain.steps) if plain else 0.0
 
 
-def _gathered(graph: Canonical, base: Any, more: Key) -> _Call | None:
+def _gathered(graph: Canonical, base: Any, more: Key, plain: list[Any]) -> _Call | None:
     """Read a value as a branch of gathered factors of what a linear reads, beside that linear."""
-    x, (product, form) = base.args[0], next(products_at(graph, base))
+    x, (product, form) = plain[0], next(products_at(graph, base))
     key, gains = _without_gains(graph, more)
     chain = read_projection(graph, key, "gathered")
     own = read_stage(graph, product, form, True, computed=True)
@@ -280,8 +269,8 @@ def _gathered(graph: Canonical, base: Any, more: Key) -> _Call | None:
         return None
     if not _number(chain) or not same_tokens(graph, own, own.out_dims, chain.first, chain.out_dims):
         return None
-    operands = functools.partial(_flat, chain, stacks, index)
-    return _Call(base, [*stacks[:2]], [index, *stacks[2:]], operands)
+    given, factors = [index, *stacks[2:]], [*stacks[:2]]
+    return _Call(plain, factors, given, set(), functools.partial(_flat, chain, stacks, index))
 
 
 def _without_gains(graph: Canonical, key: Key) -> tuple[Key, Key | None]:
