@@ -127,25 +127,24 @@ def constant_value(graph: Canonical, node: fx.Node) -> torch.Tensor | fx.Node:
     """Return the value of a node, or the node because of which it is not known."""
     cone = upstream([node])
     for current in cone:
-        unknown = target_name(current) not in _PURE or graph.effects.is_written(current)
-        if unknown or _elements(graph, current) > LARGEST_ELEMENTS:
+        elements = views.product(graph.sizes(current))
+        known = target_name(current) in _PURE and not graph.effects.is_written(current)
+        if not known or not isinstance(elements, int) or elements > LARGEST_ELEMENTS:
             return current
     values: dict[fx.Node, Any] = {}
     with _disable_current_modes(), torch.no_grad():
-        for current in graph.graph.nodes:
-            if current in cone:
-                given = fx.map_arg((current.args, current.kwargs), values.__getitem__)
-                args, kwargs = fx.node.map_aggregate(
-                    given, lambda v: torch.device("cpu") if isinstance(v, torch.device) else v
-                )
-                if "device" in kwargs:
-                    kwargs = {**kwargs, "device": torch.device("cpu")}
-                try:
-                    values[current] = _apply(current, args, kwargs)
-                except (TypeError, RuntimeError, ValueError, IndexError):
-                    return current
+        for current in sorted(cone, key=graph.effects.position.__getitem__):
+            given = fx.map_arg((current.args, current.kwargs), values.__getitem__)
+            try:
+                values[current] = _apply(current, *fx.node.map_aggregate(given, _on_cpu))
+            except (TypeError, RuntimeError, ValueError, IndexError):
+                return current
     found = values[node]
     return found if isinstance(found, torch.Tensor) else node
+
+
+def _on_cpu(value: Any) -> Any:
+    return torch.device("cpu") if isinstance(value, torch.device) else value
 
 
 def _apply(node: fx.Node, args: Any, kwargs: Any) -> Any:
@@ -154,13 +153,6 @@ def _apply(node: fx.Node, args: Any, kwargs: Any) -> Any:
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     assert callable(node.target)
     return node.target(*args, **kwargs)
-
-
-def _elements(graph: Canonical, node: fx.Node) -> float:
-    """Return how many elements a value has; infinitely many where a size is symbolic."""
-    value = graph.tensor(node)
-    sizes = () if value is None else tuple(value.shape)
-    return math.prod(sizes) if all(isinstance(size, int) for size in sizes) else math.inf
 
 
 def is_distributed(value: Any) -> bool:
@@ -460,20 +452,16 @@ def _sum_over(
     dtype: Any = None,
 ) -> Result:
     """Read the sum over axes of a constant matrix times a value as their product."""
-    node, shape = call.node, c.sizes(source)
-    if target_name(source) != "mul" or dtype is not None:
-        return None
-    operands = source.all_input_nodes
+    node, shape, operands = call.node, c.sizes(source), source.all_input_nodes
     axes = list(dim) if isinstance(dim, (tuple, list)) else [dim]
-    alike = all(c.shape(o) is not None and c.dtype(o) == c.dtype(node) for o in operands)
-    if len(operands) != 2 or len(source.args) != 2 or not alike:
+    multiplied = target_name(source) == "mul" and len(source.args) == len(operands) == 2
+    if not multiplied or dtype is not None or not all(isinstance(a, int) for a in axes):
         return None
-    if not axes or not all(isinstance(a, int) for a in axes):
-        return None
-    given = (
+    constant = (
         c.is_constant(o) or o in c.derived or isinstance(c.form(o), Diagonal) for o in operands
     )
-    if not any(given):
+    alike = all(c.dtype(o) == c.dtype(node) for o in operands)
+    if not axes or not alike or not any(constant):
         return None
     summed = {a % len(shape) for a in axes}
     labels = []
@@ -883,15 +871,10 @@ def _is_matrix(c: Canonical, node: fx.Node, most: int | None = None) -> bool:
 
 def _visit(c: Canonical, node: fx.Node) -> None:
     shape = c.shape(node)
-    if shape is None:
-        c.define(node, Opaque(_opaque_name(c, node), ()), ())
-        if isinstance(c.values.get(node), (tuple, list)) and _shares_constant(c, node):
-            c.constant.add(node)
-        _note_derived(c, node, False)  # several results, as of a decomposition
-        return
     result: Result = None
     try:
-        result = _read(c, node)
+        if shape is not None:  # else it has several results, as of a split
+            result = _read(c, node)
         if isinstance(result, Product):
             result = c.without_diagonal(node, result)
         if isinstance(result, tuple):
@@ -908,14 +891,14 @@ def _visit(c: Canonical, node: fx.Node) -> None:
     if isinstance(result, tuple):
         c.note_view(node, source, result)
         return
-    if result is None and _shares_constant(c, node):
-        result = Leaf()
+    shared = result is None and _shares_constant(c, node)
+    inputs = () if shape is None else tuple(node.all_input_nodes)
     if result is None:
-        result = Opaque(_opaque_name(c, node), tuple(node.all_input_nodes))
-    c.define(node, result, shape)
-    if isinstance(result, Leaf) and (result.stored or c.inputs_are_weights):
+        result = Leaf() if shared and shape is not None else Opaque(_opaque_name(c, node), inputs)
+    c.define(node, result, shape or ())
+    if shared or (isinstance(result, Leaf) and (result.stored or c.inputs_are_weights)):
         c.constant.add(node)
-    elif node.all_input_nodes and all(map(c.is_weight, node.all_input_nodes)):
+    elif inputs and all(map(c.is_weight, inputs)):
         if c.inputs_are_weights and not isinstance(result, Cast):
             return  # x is among the inputs too
         if not is_product and is_pure(node, c.effects):
