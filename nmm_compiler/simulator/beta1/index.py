@@ -43,6 +43,14 @@ def need(holds: object, message: str, kind: type[SimulationError] = OperandError
         raise fail(kind, message)
 
 
+def full_key(key: Any, rank: int) -> list[Any]:
+    """Return a key as a list with an entry for each of `rank` axes, and those that are None."""
+    keys = list(key) if isinstance(key, tuple) else [key]
+    at = next((n for n, k in enumerate(keys) if k is Ellipsis), len(keys))
+    missing = rank - sum(k is not None and k is not Ellipsis for k in keys)
+    return keys[:at] + [slice(None)] * missing + keys[at + 1 :]
+
+
 class Affine(NamedTuple):
     """const + sum(steps[k] * i_k) for i in `shape`; an axis of size 1 has step 0.
 

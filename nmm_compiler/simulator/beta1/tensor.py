@@ -38,6 +38,7 @@ from nmm_compiler.simulator.beta1.index import (
     common_part,
     common_shape,
     fail,
+    full_key,
     mgrid,
     need,
 )
@@ -48,7 +49,6 @@ from nmm_compiler.simulator.language.functions import result_of
 from nmm_compiler.simulator.machine import current, kernel_frame, place_instructions
 from nmm_compiler.simulator.tensors.dtypes import DType
 from nmm_compiler.simulator.tensors.elements import mark, poisoned_values
-from nmm_compiler.simulator.tensors.geometry import full_key
 from nmm_compiler.simulator.tensors.registers import DynamicSlice, Indirection, whole
 from nmm_compiler.simulator.tensors.tensor import NkiTensor, kind_of
 

@@ -67,14 +67,6 @@ def geometry_of(storage: Storage, dims: Dims, offset: int, dtype: DType) -> Geom
     return _interned(memory, dims, dtype, row, storage.constant, bank)
 
 
-def full_key(key: Any, rank: int) -> list[Any]:
-    """Return a key as a list with an entry for each of `rank` axes, and those that are None."""
-    keys = list(key) if isinstance(key, tuple) else [key]
-    at = next((n for n, k in enumerate(keys) if k is Ellipsis), len(keys))
-    missing = rank - sum(k is not None and k is not Ellipsis for k in keys)
-    return keys[:at] + [slice(None)] * missing + keys[at + 1 :]
-
-
 def numbers_of(key: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return what a key consists of, slices taken apart."""
     numbers: list[Any] = []

@@ -32,7 +32,6 @@ from nmm_compiler.simulator.tensors.geometry import (
     Dims,
     Geometry,
     contiguous_run,
-    full_key,
     geometry_of,
     merged,
     numbers_of,
@@ -176,11 +175,14 @@ class NkiTensor(NKIObject):
     def _view(self, key: tuple[Any, ...]) -> NkiTensor:
         """Return the view that a key selects, after the rules for keys."""
         rank, on_chip = len(self.shape), self.storage.memory != "hbm"
-        keys = full_key(key, rank)
-        self.need(len(keys) == rank, f"index {key}; use at most {rank} indices, and no None")
+        for at, k in enumerate(key):
+            if k is Ellipsis:
+                key = key[:at] + (slice(None),) * (rank - len(key) + 1) + key[at + 1 :]
+                break
+        self.need(len(key) <= rank, f"{len(key)} indices; use at most {rank}")
         offset, moved = self.offset, [*self.moved]
         dims: list[tuple[int, int]] = []
-        for d, (k, size, stride) in enumerate(zip(keys, self.shape, self.strides, strict=True)):
+        for d, (k, size, stride) in enumerate(zip(key, self.shape, self.strides, strict=False)):
             if k.__class__ is slice or k.__class__ is DynamicSlice:
                 start, stop, step = self._span(d, k, moved)
                 if start < 0 or stop > size or start >= stop or step < 1:
@@ -200,6 +202,7 @@ class NkiTensor(NKIObject):
                 if d == 0 and on_chip:
                     dims.append((1, stride))
             offset += start * stride
+        dims += self.geometry.dims[len(key) :] if len(key) < rank else ()
         dims += [(1, 1)] * (1 + on_chip - len(dims))
         if self._rows_chosen():
             again = "the dimension that an index tensor chooses cannot be indexed again"
