@@ -37,7 +37,7 @@ from nmm_compiler.simulator.arguments import Binder, bind
 from nmm_compiler.simulator.language.base import shared_hbm
 from nmm_compiler.simulator.language.functions import assign
 from nmm_compiler.simulator.loading.loader import resolve
-from nmm_compiler.simulator.loading.standins import RUNNERS, JitKernel
+from nmm_compiler.simulator.loading.standins import RUNNERS
 from nmm_compiler.simulator.machine import (
     CURRENT,
     MAX_RANKS,
@@ -229,10 +229,8 @@ def _launch(
         raise SimulationError("simulate() inside a kernel; call the other kernel as a function")
     target, grid = options.target, options.grid
     hardware = get_target(target) if isinstance(target, str) else target
-    function = _load(kernel)
-    if isinstance(function, JitKernel):
-        launched = function.launched(grid)
-        grid, function = launched.grid, launched.function
+    launched = _load(kernel).launched(grid)
+    grid, function = launched.grid, launched.function
     if grid not in (1, 2):
         raise KernelArgumentError(f"grid {grid}; NKI has 1 or 2 programs (LNC)")
     data, count = options.data, len(inputs) * grid

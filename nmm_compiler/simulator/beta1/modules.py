@@ -131,10 +131,6 @@ class Kernel(standins.JitKernel):
         launch = tuple(d if isinstance(d, Dimension) else spmd_dim(d, 1) for d in given)
         return type(self)(self.plain, launch, checked=self.checked)
 
-    def launched(self, grid: Any) -> standins.JitKernel:
-        """Return the kernel with a launch grid, unless it has one or the grid is 1."""
-        return self if grid == 1 else self[grid]
-
     def inline(self, *args: Any, **kwargs: Any) -> Any:
         """Run inside a kernel."""
         need(

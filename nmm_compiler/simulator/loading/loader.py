@@ -64,9 +64,10 @@ def find_kernel(module: types.ModuleType, path: Path, name: str | None) -> Any:
     found = None if name is None else vars(module).get(name)
     if not callable(found):
         found = _only_kernel(module, path, name)
-    if isinstance(found, types.FunctionType) and BETA_1 in vars(module):
-        return beta1.Kernel(found, checked=False)
-    return found
+    if isinstance(found, standins.JitKernel):
+        return found
+    beta_1 = BETA_1 in vars(module)
+    return beta1.Kernel(found, checked=False) if beta_1 else standins.JitKernel(found)
 
 
 def _only_kernel(module: types.ModuleType, path: Path, name: str | None) -> Any:

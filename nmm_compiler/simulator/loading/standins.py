@@ -62,10 +62,8 @@ class JitKernel:
         return JitKernel(self.function, math.prod(map(int, sizes)))
 
     def launched(self, grid: Any) -> JitKernel:
-        """Return the kernel with at least the programs of `grid`."""
-        if isinstance(grid, tuple):
-            return self[grid]
-        return self if grid <= self.grid else JitKernel(self.function, grid)
+        """Return the kernel with a launch grid; its own is that of a grid of 1."""
+        return self if grid == 1 else self[grid]
 
     def inline(self, *args: Any, **kwargs: Any) -> Any:
         """Run inside a simulation."""
