@@ -99,23 +99,25 @@ def distinct_bytes(accesses: Iterable[Access]) -> int:
 Use = tuple[float, int, Booking]
 """A write or a read: when it ends (microseconds), by which engine, and what held the engine."""
 
+WRITE = -1
+
 
 class Region:
     """Bytes of a storage that instructions touch.
 
-    made: the last write of exactly these bytes, if any; reads: the last one since then of each
-    engine; later writes hide both. near: the regions that share a byte with it, of the first `seen`
-    that were used.
+    made: the last write of exactly these bytes, if any; uses: it, by `WRITE`, and the last read
+    since then of each engine; later writes hide both. near: the regions that share a byte with it,
+    of the first `seen` that were used.
     """
 
-    __slots__ = ("access", "made", "near", "reads", "seen", "storage", "used")
+    __slots__ = ("access", "made", "near", "seen", "storage", "used", "uses")
 
     def __init__(self, storage: Storage, access: Access) -> None:
         self.storage, self.access = storage, access
         self.near: list[Region] = []
         self.seen, self.used = 0, False
         self.made: tuple[Use, ...] = ()
-        self.reads: dict[int, Use] = {}
+        self.uses: dict[int, Use] = {}
 
     def look(self) -> None:
         """Find the regions near it among those that were used since it looked last."""
@@ -134,15 +136,16 @@ class Region:
             storage.used.append((self.access.byte_start, self.access.byte_stop, self))
             storage.count += 1
         if not writing:
-            if engine not in self.reads or ended > self.reads[engine][0]:
-                self.reads[engine] = use
+            if engine not in self.uses or ended > self.uses[engine][0]:
+                self.uses[engine] = use
             return
         if self.seen < storage.count:
             self.look()
         for other in self.near:
             if covers(self.access, other.access):
-                other.made, other.reads = (), {}
+                other.made, other.uses = (), {}
         self.made = (use,)
+        self.uses[WRITE] = use
 
 
 class Storage:
