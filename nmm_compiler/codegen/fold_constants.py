@@ -103,6 +103,10 @@ def _either(first: Any, second: Any) -> Any:
     return _UNSURE if records else values.join([first, second])
 
 
+_PLAIN = {"scale": 1.0, "is_stationary_onezero": False, "is_moving_onezero": False}
+"""The defaults of keywords of instructions, where they are not None."""
+
+
 class Folder(Editor):
     """Folds the statements of one function: writes constants into them, simplifies around them."""
 
@@ -315,7 +319,8 @@ class Folder(Editor):
             _, tensor = values.constant(self.value(updated.args[0]))
             return parsed(tensor if tensor in self.operands else "None")
         if function.startswith("nisa."):
-            given = [one for one in updated.keywords if self.value(one.value) != known(None)]
+            plain = {one: known(_PLAIN.get(one.arg)) for one in updated.keywords}
+            given = [one for one, value in plain.items() if self.value(one.value) != value]
             return changed(updated, keywords=given)
         return updated
 
