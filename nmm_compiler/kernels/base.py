@@ -369,10 +369,6 @@ class Schedule(Record):
         """Return what the NKI function reads as spec."""
         return spec
 
-    def arguments(self, spec: Any) -> dict[str, Any]:
-        """Return the parameters of the NKI function."""
-        return {"spec": self.plan(spec), "schedule": self}
-
     @abstractmethod
     def sbuf_bytes(self, spec: Any) -> dict[str, int]:
         """Return bytes per partition of each SBUF buffer."""
@@ -426,8 +422,7 @@ class Family:
 
     def arguments(self, spec: Any, schedule: Any) -> dict[str, Any]:
         """Return the NKI function's parameters beside operands."""
-        arguments: dict[str, Any] = schedule.arguments(spec.share(schedule.split))
-        return arguments
+        return {"spec": schedule.plan(spec.share(schedule.split)), "schedule": schedule}
 
     def schedules(self, spec: Any, target: Target) -> Iterator[Any]:
         """Yield schedules that may be legal, for each way in which cores can share the work."""

@@ -94,11 +94,6 @@ class AttentionSchedule(Schedule):
         remedy = "keys and values of a head stay in SBUF: split the context"
         self.check_sbuf(spec.short(), spec, target, remedy)
 
-    def short(self) -> str:
-        """Return the axes in a few words, for tables."""
-        words = [f"pack{self.pack}", "loop" * self.loop, self.split and f"{self.split}-split"]
-        return " ".join(word for word in words if word)
-
 
 def packed(spec: AttentionSpec) -> int:
     """Return how many tiles of keys fill TensorE's rows, 1 where a cache has not as many."""
