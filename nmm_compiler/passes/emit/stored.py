@@ -11,6 +11,7 @@ of them at each call, and the report says why.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -179,33 +180,38 @@ def read_eight_bits(c: Canonical, weight: Weight, by_input: bool = False) -> Sto
     values, scale = owner_of(found.value), found.scale
     if values.op not in _LEAVES:  # bytes seen as fp8
         values = next(iter(values.all_input_nodes), values)
-    why = _unfit(c, weight, found, values, by_input)
-    if why or scale is None:
-        return Stored(format, reason=why)
-    return Stored(format, values, c.base(scale)[0])
-
-
-def _unfit(c: Canonical, weight: Weight, found: Scaled, values: fx.Node, by_input: bool) -> str:
-    """Return why no kernel reads the values of a weight, or ""."""
-    scale = found.scale
-    if found.written or (scale is not None and c.effects.is_written(owner_of(scale))):
-        return _WRITTEN
-    if c.dtype(found.value) != STORED_FP8:
-        return "no kernel multiplies such numbers; quantize_factors(model, 'fp8') is kept"
-    if not found.bound:
-        return (
-            "numbers of float8_e4m3fn may lie beyond 240, where NKI's float8_e4m3 ends; quantize "
-            "to 240 and clamp(-240, 240) what is cast, as nmm.quantize_factors does"
-        )
-    if scale is None or is_distributed(c.tensor(found.value)):
-        return _NOT_WHOLE
     outputs = weight.n if weight.layout == "row" else 1
     shapes = [(1,), (1, 1), (outputs,), (1, outputs)]
     if weight.layout == "col":
         shapes = [(1, weight.k)] if by_input else [(1,), (1, 1), (weight.n, 1)]
-    leaves = all(owner_of(key).op in _LEAVES for key in (values, c.base(scale)[0]))
-    whole = {c.shape(found.value), c.shape(values)} == {weight.stored}
-    return "" if leaves and whole and c.shape(scale) in shapes else _NOT_WHOLE
+    why = ""
+    if found.written:
+        why = _WRITTEN
+    elif format != "fp8":
+        why = "no kernel multiplies such numbers; quantize_factors(model, 'fp8') is kept"
+    elif not found.bound:
+        why = (
+            "numbers of float8_e4m3fn may lie beyond 240, where NKI's float8_e4m3 ends; quantize "
+            "to 240 and clamp(-240, 240) what is cast, as nmm.quantize_factors does"
+        )
+    elif scale is None or c.shape(scale) not in shapes or c.shape(values) != weight.stored:
+        why = _NOT_WHOLE
+    stored = Stored(format, values, None if scale is None else c.base(scale)[0], why)
+    return _where_it_lies(c, weight, stored, c.shape(found.value))
+
+
+def _where_it_lies(c: Canonical, weight: Weight, stored: Stored, shape: Any) -> Stored:
+    """Return how a weight whose numbers have a shape is stored, with why no kernel reads them."""
+    both, why = (stored.values, stored.scale), stored.reason
+    leaves = all(isinstance(one, fx.Node) and one.op in _LEAVES for one in both)
+    if not why and (not leaves or is_distributed(c.tensor(stored.values))):
+        why = _NOT_WHOLE
+    if not why and c.effects.is_written(owner_of(c.base(weight.key)[0]), *both):
+        why = _WRITTEN
+    turned = stored.format in MX and weight.layout != "col"
+    if not why and (turned or shape != weight.stored):
+        why = "it is read transposed, or in part"
+    return dataclasses.replace(stored, reason=why)
 
 
 def read_factors(
@@ -261,18 +267,9 @@ def read_base(
 
 def _dequantized(c: Canonical, weight: Weight, node: fx.Node) -> Stored:
     """Return how a weight that nmm.dequantize makes is stored."""
-    why = ""
     values, scale, format, _ = node.args
-    leaves = all(isinstance(one, fx.Node) and one.op in _LEAVES for one in (values, scale))
-    if not leaves or is_distributed(c.tensor(values)):  # type: ignore[arg-type]
-        why = _NOT_WHOLE
-    elif any(c.effects.is_written(one) for one in (node, values, scale)):  # type: ignore[arg-type]
-        why = _WRITTEN
-    elif format not in MX:
-        why = "no kernel multiplies such numbers; take base='mxfp4' or 'fp8'"
-    elif weight.layout != "col" or c.shape(node) != weight.stored:
-        why = "it is read transposed, or in part"
-    return Stored(str(format), values, scale, why)
+    why = "" if format in MX else "no kernel multiplies such numbers; take base='mxfp4' or 'fp8'"
+    return _where_it_lies(c, weight, Stored(str(format), values, scale, why), c.shape(node))
 
 
 def _torchao(c: Canonical, weight: Weight, node: fx.Node) -> Stored:
@@ -282,9 +279,5 @@ def _torchao(c: Canonical, weight: Weight, node: fx.Node) -> Stored:
     if kind != TORCHAO_MX or form is None or value.block_size != MX[form].block:
         why = "no kernel reads it; take torchao's MX formats, or compress(base='mxfp4' or 'fp8')"
         return Stored(kind, reason=why)
-    why = ""
-    if c.effects.is_written(node):
-        why = _WRITTEN
-    elif weight.layout != "col" or tuple(value.qdata.shape[:1]) != weight.stored[:1]:
-        why = "it is read transposed, or in part"
-    return Stored(form, node, node, why)
+    stored = Stored(form, node, node)
+    return _where_it_lies(c, weight, stored, (*value.qdata.shape[:1], weight.k))
