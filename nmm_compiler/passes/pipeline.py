@@ -208,7 +208,8 @@ class Attempt:
     def _emit_one(self, match: Match, rule: Rule) -> None:
         """Let a rule emit what replaces its match; set `dropped` where it fails."""
         editor, call = self.editor, match.data
-        editor.at, before = match.node, len(editor.added)
+        editor.begin(match.node)
+        before = len(editor.added)
         results = call.results() if isinstance(call, Call) else ()
         finals = [one.final for one in results] or [match.node]
         try:

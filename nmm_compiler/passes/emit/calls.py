@@ -285,7 +285,8 @@ class Lowering(Editor):
 
     def __init__(self, c: Canonical, at: fx.Node, m: int) -> None:
         super().__init__(c, "", c.options, set())
-        self.at, self.m = at, m
+        self.begin(at)
+        self.m = m
 
     def kernel(self, name: str, given: Mapping[str, Any], value: Any = None) -> Any:
         """Return the spec of the kernel that an op of ours launches, of one device's parts."""

@@ -42,7 +42,7 @@ class NotEmittedError(Exception):
 
 
 class Editor:
-    """Adds nodes behind `at`, the node that they replace.
+    """Adds nodes behind `at`, the node that they replace, from `begin` on.
 
     taken: the nodes that go, as matches take them over.
     """
@@ -50,24 +50,18 @@ class Editor:
     def __init__(self, c: Canonical, value_key: str, options: Any, taken: set[fx.Node]) -> None:
         self.c, self.graph, self.module = c, c.graph, c.module
         self.value_key, self.options, self.taken = value_key, options, taken
-        # `at`, and the nodes that were added for it, in order.
-        self._own: list[fx.Node] = []
-        # The dtype in which `at` computes: other operands are cast to it, as autocast does.
-        self.dtype: torch.dtype | None = None
         self.added: list[fx.Node] = []
         self.replaced: dict[fx.Node, fx.Node] = {}
         # Results of calls as kernels make them, by the nodes that they take the place of.
         self.raw: dict[fx.Node, fx.Node] = {}
         self._attributes: dict[str, fx.Node] = {}
 
-    @property
-    def at(self) -> fx.Node:
-        """The node that is being replaced; new nodes, which may read it, stand behind it."""
-        return self._own[0]
+    def begin(self, node: fx.Node) -> None:
+        """Replace a node from now on: new nodes, which may read it, stand behind it, in order.
 
-    @at.setter
-    def at(self, node: fx.Node) -> None:
-        self._own, value = [node], self.c.values.get(node)
+        Other operands are cast to the dtype in which it computes, as autocast does.
+        """
+        self.at, self._own, value = node, [node], self.c.values.get(node)
         self.dtype = value.dtype if isinstance(value, torch.Tensor) else None
 
     # -- nodes ----------------------------------------------------------------------------
