@@ -155,30 +155,23 @@ class Editor:
     # -- sizes ----------------------------------------------------------------------------
 
     def _size_arguments(self, shape: Sequence[Size], near: fx.Node) -> list[Any]:
-        """Return ints, one -1 at most, and nodes for further symbolic sizes."""
-        symbolic = [size for size in shape if not isinstance(size, int)]
-        known = self._symbolic_sizes(near) if len(symbolic) > 1 else {}
-        free = next((size for size in symbolic if size not in known), (*symbolic, None)[0])
-        arguments = list(shape)
-        if symbolic:
-            arguments[arguments.index(free)] = -1
-        for place, size in enumerate(arguments):
-            if isinstance(size, int):
-                continue
-            if size not in known:
-                why = f"the sizes {free} and {size} of one reshape stand nowhere in the graph"
-                raise NotEmittedError(Refusal("shape", why, self.at))
-            node, dim = known[size]
-            if dim is not None:
-                value = self.c.values[node].shape[dim]
-                node = self.call(aten.sym_size.int, node, dim, meta_value=value)
-            arguments[place] = node
+        """Return ints, and nodes for symbolic sizes; -1 for the only one, or one that no node
+        holds."""
+        several = sum(not isinstance(size, int) for size in shape) > 1
+        known = self._symbolic_sizes(near) if several else {}
+        arguments = list[Any]()
+        for size in shape:
+            held, dim = (size, None) if isinstance(size, int) else known.get(size, (-1, None))
+            arguments.append(held if dim is None else self.call(aten.sym_size.int, held, dim))
+        if arguments.count(-1) > 1:
+            why = f"sizes of a reshape to {list(shape)} stand nowhere in the graph"
+            raise NotEmittedError(Refusal("shape", why, self.at))
         return arguments
 
-    def _symbolic_sizes(self, near: fx.Node) -> dict[Size, tuple[fx.Node, int | None]]:
+    def _symbolic_sizes(self, near: fx.Node) -> dict[Size, tuple[Any, int | None]]:
         """Return the first node, `near` or one above, that holds each symbolic size: a SymInt, or a
         dimension."""
-        found: dict[Size, tuple[fx.Node, int | None]] = {}
+        found: dict[Size, tuple[Any, int | None]] = {}
         above = itertools.takewhile(lambda node: node is not self.at, self.graph.nodes)
         for node in (near, *above):
             value = self.c.values.get(node)
