@@ -239,8 +239,6 @@ class Editor:
                     "and dtype"
                 )
             new = self.like(new, old)
-        if self.value_key in old.meta:
-            new.meta.setdefault(self.value_key, old.meta[self.value_key])
         own = self._own if old is self.at else ()
         old.replace_all_uses_with(new, delete_user_cb=lambda user: user not in own)
         self.replaced[old] = new
