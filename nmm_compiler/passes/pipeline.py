@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from nmm_compiler.errors import (
     OptionTypeError,
@@ -518,11 +518,9 @@ def copy_graph(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx
         new[node] = made
     graph._codegen = module.graph._codegen
     # Setting a module's graph compiles its code, which the passes do once at their end. So the
-    # module is made for an empty graph, and then gets what the given one holds.
-    given = type(module).__mro__[1]  # a GraphModule has a class of its own, below this one
-    plain = given.__init__ is fx.GraphModule.__init__  # type: ignore[misc]
-    kind = given if plain else fx.GraphModule
-    copied: fx.GraphModule = kind(nn.Module(), fx.Graph(), class_name=type(module).__name__)
+    # module is made without a call of its class, and then gets what the given one holds.
+    copied: fx.GraphModule = fx.GraphModule.__new__(type(module))
+    type(copied).__name__ = type(module).__name__
     for name, value in vars(module).items():
         vars(copied)[name] = copy.copy(value) if isinstance(value, (dict, list)) else value
     copied._graph = graph
