@@ -162,11 +162,14 @@ def read_stage(
     return Stage(key, x, x_dims, weight, out_dims, tokens, chosen)
 
 
+def feature_axis(size: int) -> Dim:
+    """Return the dimension of a whole feature axis."""
+    return () if size == 1 else (Atom(FEATURE, size, 1),)
+
+
 def is_whole_feature(atoms: views.Dim, size: int) -> bool:
     """Return whether the atoms are the feature axis, all of it, in order."""
-    if size == 1:
-        return not atoms
-    return views.coalesce(atoms) == (Atom(FEATURE, size, 1),)
+    return views.coalesce(atoms) == feature_axis(size)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from nmm_compiler.ops.definition import EACH
 from nmm_compiler.ops.launches import view_turned
 from nmm_compiler.ops.linear import CORRECTED, CORRECTED_MLP, CORRECTED_SHARED, SUFFIX
 from nmm_compiler.ops.registration import DEFINITIONS
-from nmm_compiler.passes.chains.chain import Chain, Step, is_whole_feature
+from nmm_compiler.passes.chains.chain import Chain, Step, feature_axis, is_whole_feature
 from nmm_compiler.passes.chains.safety import Refusal, covered, tokens_to_judge
 from nmm_compiler.passes.emit.editor import Editor, NotEmittedError, aten
 from nmm_compiler.passes.emit.stored import (
@@ -49,7 +49,7 @@ from nmm_compiler.passes.graph.canonical import (
     owner_of,
 )
 from nmm_compiler.passes.graph.read_graph import is_distributed, local_part
-from nmm_compiler.passes.graph.views import FEATURE, Atom, Dim, Dims, Size
+from nmm_compiler.passes.graph.views import FEATURE, Dims, Size
 
 _OF_BASES = {
     "lowrank_matmul": CORRECTED.name,
@@ -256,11 +256,6 @@ def under(c: Canonical, source: Source) -> Source | None:
     base, inner = c.base(source.key)
     inverse = views.invert(inner, source.dims, dict(enumerate(c.sizes(base))))
     return None if inverse is None else dataclasses.replace(source, key=base, dims=inverse)
-
-
-def feature_axis(size: int) -> Dim:
-    """Return the dimension of a whole feature axis."""
-    return () if size == 1 else (Atom(FEATURE, size, 1),)
 
 
 def source_over_raw(c: Canonical, made: Call, source: Source) -> Source | None:

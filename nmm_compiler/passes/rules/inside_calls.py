@@ -23,6 +23,7 @@ from typing import Any
 from torch import fx
 
 from nmm_compiler.ops.registration import DEFINITIONS
+from nmm_compiler.passes.chains.chain import feature_axis
 from nmm_compiler.passes.chains.safety import (
     DTYPES,
     Refusal,
@@ -32,7 +33,7 @@ from nmm_compiler.passes.chains.safety import (
     tokens_to_judge,
     unsafe,
 )
-from nmm_compiler.passes.emit.calls import Call, feature_axis, under
+from nmm_compiler.passes.emit.calls import Call, under
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import Add, Canonical, Key, Norm, owner_of
 from nmm_compiler.passes.graph.views import Dim, Dims
