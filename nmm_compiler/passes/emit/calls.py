@@ -361,13 +361,12 @@ class Call:
         first = chains[0].first
         weights = [weight for chain in chains for weight in chain.factors]
         plain = all(map(_has_a_bias_at_most, chains))
+        note = (
+            f"{stored[0].format} factors are dequantized at each call: {reason}" if reason else ""
+        )
         why = "" if plain else "more than a bias stands beside its products"
         stored = read_factors(c, weights, c.dtype(final), why)
-        reason, note = stored[0].reason if stored else "", ""
-        if stored:
-            how = "read as stored: a byte an element"
-            how = f"dequantized at each call: {reason}" if reason else how
-            note = f"{stored[0].format} factors are {how}"
+        reason = stored[0].reason if stored else ""
         left = iter(() if reason else stored)
         read = ((one, dict(zip(one.letters, left, strict=False))) for one in chains)
         chains = [dataclasses.replace(one, bits=bits) for one, bits in read]
@@ -578,6 +577,9 @@ class Call:
             "r": chain.r if len(chains) == 1 else "+".join(ranks),
             "n": "+".join(str(one.n) for one in self.members) or chain.n,
             "chains": sum(1 + len(one.more) for one in counted),
+            "fp8 factors are read as stored: a byte an element": (
+                not self.format and any(one.bits for one in self.chains)
+            ),
             "activation": self.activation,
             **{name: value for name, value in said.items() if value},
         }
