@@ -723,9 +723,7 @@ def read_projection(c: Canonical, key: Key, also: str = "") -> Chain | None:
         return None
     chain = read_chain(c, walk.key, form, also)
     if not isinstance(chain, Chain) or too_wide(c, chain):
-        is_weight = c.is_constant(form.lhs), c.is_constant(form.rhs)
-        if not any(is_weight):
-            is_weight = c.is_weight(form.lhs), c.is_weight(form.rhs)
+        is_weight = c.is_weight(form.lhs), c.is_weight(form.rhs)
         if not any(is_weight):
             return None
         stage = read_stage(c, walk.key, form, is_weight[1])  # x is on the left where both may be
