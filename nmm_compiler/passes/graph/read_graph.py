@@ -63,6 +63,7 @@ from nmm_compiler.passes.graph.canonical import (
 from nmm_compiler.passes.graph.effects import fetch_attribute, is_pure, storages_of, upstream
 from nmm_compiler.passes.graph.spelled_out import norm_around, spelled_out
 from nmm_compiler.passes.graph.torch_names import (
+    applied,
     changes_gradient,
     is_inplace_name,
     signature,
@@ -136,7 +137,7 @@ def constant_value(graph: Canonical, node: fx.Node) -> torch.Tensor | fx.Node:
         for current in sorted(cone, key=graph.effects.position.__getitem__):
             given = fx.map_arg((current.args, current.kwargs), values.__getitem__)
             try:
-                values[current] = _apply(current, *fx.node.map_aggregate(given, _on_cpu))
+                values[current] = applied(current, *fx.node.map_aggregate(given, _on_cpu))
             except (TypeError, RuntimeError, ValueError, IndexError):
                 return current
     found = values[node]
@@ -145,14 +146,6 @@ def constant_value(graph: Canonical, node: fx.Node) -> torch.Tensor | fx.Node:
 
 def _on_cpu(value: Any) -> Any:
     return torch.device("cpu") if isinstance(value, torch.device) else value
-
-
-def _apply(node: fx.Node, args: Any, kwargs: Any) -> Any:
-    """Return what a function or a method of the graph returns for other arguments."""
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    assert callable(node.target)
-    return node.target(*args, **kwargs)
 
 
 def is_distributed(value: Any) -> bool:
@@ -532,7 +525,7 @@ def _turned(c: Canonical, call: Call, source: fx.Node) -> Result:
     sizes = _DIFFERENT[: len(dims)]
     with _disable_current_modes():
         probe = torch.empty(sizes, device="meta")
-        turned = _apply(node, *fx.map_arg((node.args, node.kwargs), lambda _: probe))
+        turned = applied(node, *fx.map_arg((node.args, node.kwargs), lambda _: probe))
     return source, tuple(dims[sizes.index(size)] for size in turned.shape)
 
 

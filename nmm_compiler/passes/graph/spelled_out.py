@@ -21,7 +21,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
@@ -40,7 +40,7 @@ from nmm_compiler.passes.graph.canonical import (
     View,
     owner_of,
 )
-from nmm_compiler.passes.graph.torch_names import target_name
+from nmm_compiler.passes.graph.torch_names import applied, target_name
 
 _POINTS = (-6.0, -2.5, -1.0, -0.3, 0.2, 0.7, 1.5, 4.0)
 # Spellings truncate constants (0.7978845608); gelu and its tanh form differ by 1e-4 and more.
@@ -94,15 +94,14 @@ def _read(c: Canonical, end: fx.Node) -> Activation | Norm | None:
         if len(reads) < 2 or views.shape_of(root[1]) != c.shape(end):
             continue
         inner: set[fx.Node] = set()
-        keeps_dtype = c.dtype(reads[0]) == c.dtype(end)
         try:
-            found = _recognized(_program(c, end, reads[0], inner), rank, keeps_dtype)
+            found = _recognized(c, end, reads[0], inner)
         except (ArithmeticError, ValueError, TypeError, RuntimeError):
             continue  # other arguments, or no function of small tensors
         if found is not None:
             c.bent.discard(end)
             c.helpers[end] = frozenset(inner - {end})
-            return found(reads[0])
+            return found
     return None
 
 
@@ -116,26 +115,39 @@ def _step(c: Canonical, value: View) -> fx.Node | None:
     return base if plain and base not in c.effects.writers else None
 
 
-class _Value(NamedTuple):
-    """The result of a step by its number; 0 is the argument of the expression."""
+def _recognized(
+    c: Canonical, end: fx.Node, root: fx.Node, steps: set[fx.Node]
+) -> Activation | Norm | None:
+    """Return the form of what the operations from a value to the end compute; None for no known
+    function. Adds the operations to `steps`."""
+    x, known = _known(len(c.sizes(end)))
+    with _disable_current_modes():
+        made = _evaluated(c, end, root, x, steps)
+        for name, wanted in known.items() if c.dtype(root) == c.dtype(end) else ():
+            if _is_same(made, wanted):
+                return Activation(root, name)
+        given = {
+            n for step in steps for n in (*step.args, *step.kwargs.values()) if type(n) is float
+        }
+        for eps in given:
+            for kind, norm in _NORMS.items() if 0.0 < eps < _LARGEST_EPS else ():
+                if _is_same(made, norm(x, x.shape[-1:], eps=eps)):
+                    return Norm(root, kind, None, eps=eps)
+    return None
 
-    number: int
 
-
-Program = tuple[tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]], ...]
-"""The steps of an expression in order: name, arguments and keywords of each."""
-
-
-def _program(c: Canonical, end: fx.Node, value: fx.Node, steps: set[fx.Node]) -> Program:
-    """Return the steps from a value to the end; ValueError where they read another value.
+def _evaluated(
+    c: Canonical, end: fx.Node, root: fx.Node, x: torch.Tensor, steps: set[fx.Node]
+) -> torch.Tensor:
+    """Return what the operations from a value to the end make of x in its place; ValueError where
+    they read another value.
 
     Steps compute in one dtype; casts to it from a narrower one are none.
     """
     shape, dtype = c.sizes(end), c.dtype(end)
-    values = {c.views[value]: _Value(0)}
-    program: list[Any] = []
+    values = {c.views[root]: x}
 
-    def operand(node: Key) -> _Value:
+    def operand(node: Key) -> torch.Tensor:
         value = c.views[node]
         if value not in values:
             step = _step(c, value)
@@ -145,7 +157,7 @@ def _program(c: Canonical, end: fx.Node, value: fx.Node, steps: set[fx.Node]) ->
             steps.update(n for n in c.through(node) if isinstance(n, fx.Node))
         return values[value]
 
-    def compute(step: fx.Node) -> _Value:
+    def compute(step: fx.Node) -> torch.Tensor:
         if c.shape(step) not in (shape, (*shape[:-1], 1)) or c.dtype(step) != dtype:
             raise ValueError(f"{step} has another shape or dtype")
         steps.add(step)
@@ -156,47 +168,12 @@ def _program(c: Canonical, end: fx.Node, value: fx.Node, steps: set[fx.Node]) ->
                 raise ValueError(f"{step} rounds")
             return operand(form.value)
         named = {name: value for name, value in step.kwargs.items() if name != "dtype"}
-        args, kwargs = fx.map_arg((step.args, named), operand)
-        plain = tuple(tuple(one) if isinstance(one, list) else one for one in args)
-        program.append((str(target_name(step)), plain, tuple(kwargs.items())))
-        return _Value(len(program))
+        made: torch.Tensor = applied(step, *fx.map_arg((step.args, named), operand))
+        return made
 
     if _step(c, (end, views.identity(shape))) is None:
         raise ValueError(f"{end} writes")
-    compute(end)
-    return tuple(program)
-
-
-@functools.lru_cache(maxsize=1024)
-def _recognized(
-    program: Program, rank: int, keeps_dtype: bool
-) -> Callable[[Key], Activation | Norm] | None:
-    """Return the form of what steps compute of a tensor of a rank; None for no known function.
-
-    Layers of a model spell theirs alike, so each spelling is evaluated once.
-    """
-    x, known = _known(rank)
-    values = [x]
-
-    def read(one: Any) -> Any:
-        return values[one.number] if isinstance(one, _Value) else one
-
-    with _disable_current_modes():
-        for name, args, kwargs in program:
-            first, *more = map(read, args)
-            if isinstance(first, (int, float)):
-                first = torch.tensor(first, dtype=torch.float64)
-            function = getattr(torch, name, None) or getattr(functional, name)
-            values.append(function(first, *more, **{key: read(one) for key, one in kwargs}))
-    for name, wanted in known.items() if keeps_dtype else ():
-        if _is_same(values[-1], wanted):
-            return functools.partial(Activation, name=name)
-    for eps in {n for _, args, kwargs in program for n in (*args, *dict(kwargs).values())}:
-        if isinstance(eps, float) and 0.0 < eps < _LARGEST_EPS:
-            for kind, norm in _NORMS.items():
-                if _is_same(values[-1], norm(x, x.shape[-1:], eps=eps)):
-                    return functools.partial(Norm, kind=kind, weight=None, eps=eps)
-    return None
+    return compute(end)
 
 
 @functools.cache

@@ -130,6 +130,14 @@ def _function_name(target: Any) -> str | None:
     return _SYNONYMS.get(name, name)
 
 
+def applied(node: fx.Node, args: Any, kwargs: Any) -> Any:
+    """Return what a function or a method of the graph returns for other arguments."""
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    assert callable(node.target)
+    return node.target(*args, **kwargs)
+
+
 def is_inplace_name(name: str) -> bool:
     """Return whether a canonical name writes into its first argument."""
     return name.endswith("_") and not name.endswith("__")

@@ -48,7 +48,7 @@ from nmm_compiler.passes.chains.safety import (
 from nmm_compiler.passes.emit.editor import Editor
 from nmm_compiler.passes.graph.canonical import Canonical, Opaque, Product, dtype_name
 from nmm_compiler.passes.graph.effects import upstream
-from nmm_compiler.passes.graph.torch_names import target_name
+from nmm_compiler.passes.graph.torch_names import applied, target_name
 from nmm_compiler.passes.rules.base import KernelRule, Match
 
 aten = torch.ops.aten
@@ -476,17 +476,16 @@ def _function(
         if not known or node in graph.effects.writers:
             return None
     sample = _samples(nodes, graph.sizes(start)[-1])
-    run = fx.Interpreter(graph.module, garbage_collect_values=False)
-    run.env = {start: sample}
+    values: dict[Any, Any] = {start: sample}
     try:
         for node in sorted(nodes, key=graph.effects.position.__getitem__):
-            cast = name_of(node) in _CASTS
-            run.env[node] = run.env[node.args[0]] if cast else run.run_node(node)
+            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = args[0] if name_of(node) in _CASTS else applied(node, args, kwargs)
     except (TypeError, RuntimeError, KeyError, AttributeError):
         return None
     kinds = ("clamp", "clamp_max", "clip"), ("mul",), ("add",)
     numbers = (_numbers([n for n in nodes if name_of(n) in names]) for names in kinds)
-    return said_of(sample, run.env[last], *numbers)
+    return said_of(sample, values[last], *numbers)
 
 
 def _numbers(nodes: list[Any]) -> set[float]:
