@@ -44,8 +44,7 @@ from nmm_compiler.passes.graph.canonical import (
 )
 from nmm_compiler.passes.rules.lowrank import Adapter
 
-MOST_TERMS = 16
-
+MOST_NESTED = 16
 
 Term = tuple[Key, float]
 """A value of a sum, and the number that multiplies it."""
@@ -73,25 +72,17 @@ class LoRA(Adapter):
 def _read_sum(c: Canonical, key: Key, form: Add) -> Chain | Refusal | None:
     """Read the terms of a sum as one dense projection at most, the base, and low-rank ones, all of
     one x; None for other terms."""
-    terms: list[Term] = []
-    _flatten(c, form, 1.0, terms)
-    base: Chain | None = None
-    branches: list[Chain] = []
-    for value, factor in terms:
-        one = read_projection(c, value)
-        if one is None and len(c.input_matrices) > 1:
-            one = read_projection(c, value, "inputs")
-        if one is None:
-            return None
-        if one.second is not None:
-            branches.append(dataclasses.replace(one, after=(*one.after, Step("scale", factor))))
-        elif base is None and factor == 1.0 and one.only_bias():
-            base = one
-        else:
-            return None
-    if not branches or (base is None and len(branches) < 2):
+    terms = [(_projection(c, value), factor) for value, factor in _terms(c, form, 1.0)]
+    read = [(one, factor) for one, factor in terms if one is not None]
+    branches = [
+        dataclasses.replace(one, after=(*one.after, Step("scale", factor)))
+        for one, factor in read
+        if one.second is not None
+    ]
+    bases = [one for one, number in read if not one.second and number == 1.0 and one.only_bias()]
+    if not branches or len(bases) > 1 or len(branches) + len(bases) < len(terms):
         return None
-    first, bases = branches[0], [] if base is None else [base]
+    first, base = branches[0], next(iter(bases), None)
     alike = all(
         same_tokens(c, branch.first, branch.out_dims, one.first, one.out_dims)
         for branch in branches
@@ -109,6 +100,13 @@ def _read_sum(c: Canonical, key: Key, form: Add) -> Chain | Refusal | None:
     )
 
 
+def _projection(c: Canonical, key: Key) -> Chain | None:
+    """Read a value as a projection, whose factors may be inputs where no stored ones are there."""
+    stored: Chain | None = read_projection(c, key)
+    by_inputs = stored is None and len(c.input_matrices) > 1
+    return read_projection(c, key, "inputs") if by_inputs else stored
+
+
 def read_adapted(c: Canonical, key: Key) -> Chain | None:
     """Read a value as a dense product plus branches of the same x, or as any projection; None for
     other values."""
@@ -123,16 +121,15 @@ def read_adapted(c: Canonical, key: Key) -> Chain | None:
     return None if out_dims is None else dataclasses.replace(found, out=key, out_dims=out_dims)
 
 
-def _flatten(c: Canonical, form: Add, factor: float, into: list[Term]) -> None:
-    """Collect the terms of a sum, and of the sums and scaled sums that only it reads."""
+def _terms(c: Canonical, form: Add, factor: float, depth: int = 0) -> Iterator[Term]:
+    """Yield the terms of a sum, and of the sums and scaled sums that only it reads."""
     for value, own in ((form.a, form.alpha), (form.b, form.beta)):
         assert not isinstance(value, float)
-        nested = _nested(c, value) if len(into) < MOST_TERMS else None
+        nested = _nested(c, value) if depth < MOST_NESTED else None
         if nested is None:
-            into.append((value, factor * own))
+            yield value, factor * own
         else:
-            inner, number = nested
-            _flatten(c, inner, factor * own * number, into)
+            yield from _terms(c, nested[0], factor * own * nested[1], depth + 1)
 
 
 def _nested(c: Canonical, value: Key) -> tuple[Add, float] | None:
