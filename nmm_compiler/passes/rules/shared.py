@@ -112,15 +112,9 @@ class SharedU(KernelRule):
     def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
         """Check that every reader is the second product of a chain."""
         twins: list[Key] = candidate
-        chains: list[Chain] = []
-        for user in _readers(graph, twins):
-            chain = _chain_at(graph, user, twins)
-            if chain is None:
-                return None
-            chains.append(chain)
-        if not all(map(only_bias, chains)):
-            return None
-        if any(c.v.layout != chains[0].v.layout or c.middle for c in chains):
+        found = [_chain_at(graph, user, twins) for user in _readers(graph, twins)]
+        chains = [one for one in found if one is not None and only_bias(one) and not one.middle]
+        if len(chains) < len(found) or len({one.v.layout for one in chains}) > 1:
             return None
         k, r, n = chains[0].u.k, chains[0].u.n, sum(chain.v.n for chain in chains)
         if r * (k + n) >= k * n:
