@@ -60,7 +60,7 @@ from nmm_compiler.passes.graph.canonical import (
     View,
     Virtual,
 )
-from nmm_compiler.passes.graph.effects import fetch_attribute, is_pure, storages_of, upstream
+from nmm_compiler.passes.graph.effects import fetch_attribute, is_pure, upstream
 from nmm_compiler.passes.graph.spelled_out import norm_around, spelled_out
 from nmm_compiler.passes.graph.torch_names import (
     applied,
@@ -884,7 +884,7 @@ def _visit(c: Canonical, node: fx.Node) -> None:
     if isinstance(result, tuple):
         c.note_view(node, source, result)
         return
-    shared = result is None and _shares_constant(c, node)
+    shared = result is None and _alias_of(c, node) in c.constant
     inputs = () if shape is None else tuple(node.all_input_nodes)
     if result is None:
         result = Leaf() if shared and shape is not None else Opaque(_opaque_name(c, node), inputs)
@@ -947,30 +947,24 @@ def _over_base(c: Canonical, node: fx.Node, source: Key, dims: Dims) -> View | N
 
 def _by_strides(c: Canonical, node: fx.Node) -> Result:
     """Read an unknown operation as a view when it shares memory with its first argument."""
-    source = node.args[0] if node.args else None
-    if not isinstance(source, fx.Node) or node in c.effects.writers:
-        return None
-    if c.trains and changes_gradient(node):
+    source = _alias_of(c, node)
+    if source is None or (c.trains and changes_gradient(node)):
         return None  # the same memory, but other gradients
     old, new = c.tensor(source), c.tensor(node)
-    if old is None or new is None or old.dtype != new.dtype:
+    if old is None or new is None or type(old) is not type(new) or old.layout != torch.strided:
         return None
-    if type(old) is not type(new) or old.layout != torch.strided:
+    old_start, new_start = (views.as_size(one.storage_offset()) for one in (old, new))
+    if old.dtype != new.dtype or old_start != new_start:
         return None
-    if not storages_of(old) & storages_of(new):
-        return None
-    if views.as_size(old.storage_offset()) != views.as_size(new.storage_offset()):
-        return None
-    old_sizes, new_sizes = c.sizes(source), c.sizes(node)
-    steps, new_steps = (tuple(map(views.as_size, one.stride())) for one in (old, new))
-    dims = views.from_strides(old_sizes, steps, new_sizes, new_steps)
+    old_steps, new_steps = (tuple(map(views.as_size, one.stride())) for one in (old, new))
+    dims = views.from_strides(c.sizes(source), old_steps, c.sizes(node), new_steps)
     return None if dims is None else (source, dims)
 
 
-def _shares_constant(c: Canonical, node: fx.Node) -> bool:
-    """Return whether the node is a part (slice, chunk) of a weight, in the weight's memory."""
+def _alias_of(c: Canonical, node: fx.Node) -> fx.Node | None:
+    """Return the first argument of a node that only names a part of its memory."""
     source = node.args[0] if node.args else None
-    if not isinstance(source, fx.Node) or source not in c.constant:
-        return False
-    own = storages_of(c.values.get(node))
-    return bool(own) and own <= c.effects.storages(source) and node not in c.effects.writers
+    if not isinstance(source, fx.Node) or node in c.effects.writers:
+        return None
+    own = c.effects.storages(node)
+    return source if own and own <= c.effects.storages(source) else None
