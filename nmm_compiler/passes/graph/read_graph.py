@@ -404,11 +404,6 @@ def _tensordot(
     return Product(source, other, tuple(labels), tuple(others), out)
 
 
-def _all(value: Any, wanted: int) -> bool:
-    entries = value if isinstance(value, (tuple, list)) else (value,)
-    return all(entry == wanted for entry in entries)
-
-
 @_of_two
 def _convolution(
     c: Canonical,
@@ -419,14 +414,18 @@ def _convolution(
     stride: Any = 1,
     padding: Any = 0,
 ) -> Result:
-    """Read a convolution whose kernel has one element as a product over channels."""
+    """Read a convolution whose kernel has one element as a product over channels.
+
+    Without padding a result has as many places as the source only with strides of one.
+    """
     shape, kernel = c.sizes(source), c.sizes(other)
     spatial = len(kernel) - 2
     if spatial < 1 or len(shape) != len(kernel) or any(size != 1 for size in kernel[2:]):
         return None
-    plain = _all(stride, 1) and (padding in ("same", "valid") or _all(padding, 0))
+    plain = padding in (0, (0,) * spatial, [0] * spatial, "same", "valid")
     turned = call.name == "convolution" and call.node.args[6:7] != (False,)
-    if not plain or turned or shape[1] != kernel[1]:  # channels differ where they are in groups
+    moved = turned or shape[2:] != c.sizes(call.node)[2:]
+    if not plain or moved or shape[1] != kernel[1]:  # channels differ where they are in groups
         return None
     labels = einsum_labels("bk...,nk...->bn...", (len(shape), len(kernel)))
     if bias is not None:
