@@ -71,7 +71,7 @@ _OF_ELEMENTS = frozenset({
     "exp", "silu", "gelu", "relu", "sigmoid", "tanh", "erf", "clamp", "clamp_max", "clamp_min",
     "clip",
 })  # fmt: skip
-_CASTS = frozenset({"to", "_to_copy", "float", "int", "type_as", "contiguous"})
+_CASTS = frozenset({"to", "float", "int", "type_as", "contiguous"})
 
 
 class NotExpertsError(Exception):
@@ -164,8 +164,8 @@ def _said(graph: Canonical | None, node: fx.Node) -> tuple[str, list[Any]]:
     return " ".join((name, *said)), args
 
 
-def _agrees(graph: Canonical, own: Any, value: Any, found: dict[Any, Any]) -> bool:
-    """Return whether a value of a graph is one of a form; note what the form's values are.
+def _agrees(graph: Canonical, own: Any, value: Any, found: dict[str, Any]) -> bool:
+    """Return whether a value of a graph is one of a form; note the form's values by their names.
 
     Casts are passed over, and noted.
     """
@@ -176,11 +176,11 @@ def _agrees(graph: Canonical, own: Any, value: Any, found: dict[Any, Any]) -> bo
     while own.op != "placeholder" and name_of(value) in _CASTS:
         found["casts"] = (*found.get("casts", ()), value)
         value = value.args[0]
-    if own in found:
-        return bool(found[own] is value)
+    if own.name in found:
+        return bool(found[own.name] is value)
     if not isinstance(value, fx.Node):
         return False
-    found[own] = value
+    found[own.name] = value
     if own.op == "placeholder":
         return True
     if own.target == "written":
@@ -217,11 +217,10 @@ def _found(
     """Return the values of the first form that a value is, by their names in it, and which one it
     is; NotExpertsError where it is none."""
     for form, *said in forms:
-        end, found = _traced(form, *said), dict[Any, Any](casts=())
+        end, found = _traced(form, *said), dict[str, Any](casts=())
         with contextlib.suppress(NotExpertsError):
             if _agrees(graph, end, value, found):
-                names = {own.name if isinstance(own, fx.Node) else own: own for own in found}
-                return {name: found[own] for name, own in names.items()}, tuple(said)
+                return found, tuple(said)
     raise NotExpertsError
 
 
@@ -239,12 +238,6 @@ class _Mixture:
     scaled: bool = False
     absent: bool = False
     writes: Sequence[fx.Node] = ()
-
-    @property
-    def operands(self) -> list[fx.Node]:
-        """The nodes that the call reads."""
-        every = (*self.given.values(), self.scores)
-        return [one for one in every if isinstance(one, fx.Node)]
 
 
 class Experts(KernelRule):
@@ -280,7 +273,8 @@ class Experts(KernelRule):
         if given["format"] == "fp8" and branched and dtype == torch.float16:
             why = "a branch divided by small scales may leave float16; cast the model to bfloat16"
             return Refusal("no_kernel", why, node)
-        ends, reads = [node, *mixture.writes], mixture.operands
+        every, ends = (*mixture.given.values(), mixture.scores), [node, *mixture.writes]
+        reads = [one for one in every if isinstance(one, fx.Node)]
         inner = {n for n in upstream(ends, {*reads}) if n.op not in ("placeholder", "get_attr")}
         for write in graph.effects.writers:
             if not write.users and write.all_input_nodes[0] in inner:  # nothing reads it
@@ -314,7 +308,9 @@ class Experts(KernelRule):
             why = "the function between the products of the experts is no gated product"
             return Refusal("no_kernel", why, found["function"][-1])
         dtypes = [graph.dtype(mixture.given[name]) for name in ("x", "gate_up", "down")]
-        if len({*dtypes}) > 1 or not _rounds(graph, node, dtypes[0]):
+        casts = {name_of(one) == "to" and graph.dtype(one) for one in real_users(node)}
+        rounds = graph.dtype(node) == dtypes[0] or casts == {dtypes[0]}
+        if len({*dtypes}) > 1 or not rounds:
             why = (
                 "x {}, gate_up {}, down {} and the result {} are not one dtype that kernels "
                 "compute in"
@@ -370,15 +366,6 @@ def _begins_loop(node: Any) -> bool:
     counts = node.args[0]
     mask: Any = counts.args[0] if name_of(counts) == "sum" else None
     return name_of(mask) == "permute" and name_of(mask.args[0]) == "one_hot"
-
-
-def _rounds(graph: Canonical, node: Any, dtype: Any) -> bool:
-    """Return whether a result has a dtype, or is cast to it by all that read it."""
-    if graph.dtype(node) == dtype:
-        return True
-    readers = real_users(node)
-    casts = [name_of(user) in ("to", "_to_copy") and graph.dtype(user) == dtype for user in readers]
-    return bool(readers) and all(casts)
 
 
 def _of_picks(graph: Canonical, node: Any) -> tuple[_Mixture, dict[str, Any]]:
