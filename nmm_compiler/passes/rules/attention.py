@@ -81,13 +81,9 @@ class Attention(Rule):
             return given
         q, k, v = read = tuple(given.get(name) for name in _ARGUMENTS[:3])
         shape, keys, values = (graph.sizes(operand) for operand in read)
-        why = _unlike(node, given, shape, keys, values)
-        if why is not None:
-            return why
-        seen: tuple[bool, int] | Refusal = bool(given.get("is_causal", False)), 0
-        mask = given.get("attn_mask")
-        if mask is not None:
-            seen = _read_mask(graph, mask, (shape[2], keys[2]))
+        mask, unlike = given.get("attn_mask"), _unlike(node, given, shape, keys, values)
+        is_causal = bool(given.get("is_causal"))
+        seen = unlike or _read_mask(graph, mask, (shape[2], keys[2]), is_causal)
         if isinstance(seen, Refusal):
             return seen
         shared = _before_repeat(graph, k), _before_repeat(graph, v)
@@ -229,12 +225,14 @@ def _orders(c: Canonical, key: Key, kind: type[Add] | type[Scale]) -> tuple[tupl
 
 
 def _read_mask(
-    graph: Canonical, mask: fx.Node, sizes: tuple[int, int]
+    graph: Canonical, mask: fx.Node | None, sizes: tuple[int, int], is_causal: bool
 ) -> tuple[bool, int] | Refusal:
     """Return (causal, window): which of `context` keys the last m queries see.
 
-    sizes: m and context.
+    sizes: m and context. is_causal: what the call says where it has no mask.
     """
+    if mask is None:
+        return is_causal, 0
     found = constant_value(graph, mask)
     if isinstance(found, fx.Node):
         reason = f"the mask is a tensor of unknown values, because of {found.name}"
