@@ -323,9 +323,7 @@ class Canonical:
 
     def dtype(self, key: Key) -> torch.dtype | None:
         """Return the dtype, None for no tensor."""
-        if isinstance(key, Virtual):
-            return key.dtype
-        value = self.tensor(key)
+        value = key if isinstance(key, Virtual) else self.tensor(key)
         return None if value is None else value.dtype
 
     def base(self, key: Key) -> View:

@@ -158,46 +158,6 @@ def local_part(value: Any) -> Any:
     return value._local_tensor if is_distributed(value) else value
 
 
-def _from_local(c: Canonical, call: Call, source: Any = None) -> Result:
-    """Read a local tensor as the DTensor that it is a part of, unless gradients may change."""
-    if not isinstance(source, fx.Node) or target_name(source) != "to_local":
-        return None
-    if any(call.node.kwargs.get(name) for name in ("grad_placements", "run_check")):
-        return None
-    result = _redistribute(c, call, source.all_input_nodes[0])
-    if not isinstance(result, tuple):
-        return None
-    c.helpers[call.node] = frozenset((source,))
-    return result
-
-
-def _redistribute(c: Canonical, call: Call, source: Any = None) -> Result:
-    """Read a node as its source where both are one tensor, cut in one way over one mesh; as the sum
-    over its devices where that is what each of them gets."""
-    if not isinstance(source, fx.Node):
-        return None
-    old, new = c.tensor(source), c.tensor(call.node)
-    if not is_distributed(old) or not is_distributed(new):
-        return None
-    before, after = old._spec, new._spec  # type: ignore[union-attr]
-    shape = c.shape(source)
-    if shape is None or shape != c.shape(call.node) or before.mesh != after.mesh:
-        return None
-    if before.placements == after.placements:
-        return source, views.identity(shape)
-    was, now = before.placements[0], after.placements[0]
-    summed = was.is_partial() and getattr(was, "reduce_op", "") == "sum" and now.is_replicate()
-    return DeviceSum("redistribute", (source,)) if summed and before.mesh.ndim == 1 else None
-
-
-DISTRIBUTED: dict[str, Handler] = {
-    "redistribute": _redistribute,
-    "from_local": _from_local,
-    "torch.distributed.tensor.from_local": _from_local,
-    "torch.distributed.tensor._api.from_local": _from_local,
-}
-
-
 Labels = tuple[list[tuple[int, ...]], tuple[int, ...]]
 """The labels of each operand of a contraction, and of the result."""
 
@@ -236,6 +196,42 @@ def _of_two(read: Handler) -> Handler:
         return read(c, call, source, other, **given) if tensors else None
 
     return handler
+
+
+def _from_local(c: Canonical, call: Call, source: Any = None) -> Result:
+    """Read a local tensor as the DTensor that it is a part of, unless gradients may change."""
+    taken = isinstance(source, fx.Node) and target_name(source) == "to_local"
+    changes = any(call.node.kwargs.get(name) for name in ("grad_placements", "run_check"))
+    result = _redistribute(c, call, source.all_input_nodes[0]) if taken and not changes else None
+    if not isinstance(result, tuple):
+        return None
+    c.helpers[call.node] = frozenset((source,))
+    return result
+
+
+@_of_one
+def _redistribute(c: Canonical, call: Call, source: fx.Node) -> Result:
+    """Read a node as its source where both are one tensor, cut in one way over one mesh; as the sum
+    over its devices where that is what each of them gets."""
+    old, new = c.tensor(source), c.tensor(call.node)
+    if not is_distributed(old) or not is_distributed(new):
+        return None
+    before, after = old._spec, new._spec  # type: ignore[union-attr]
+    if c.shape(source) != c.shape(call.node) or before.mesh != after.mesh:
+        return None
+    if before.placements == after.placements:
+        return _same(c, source)
+    was, now = before.placements[0], after.placements[0]
+    summed = was.is_partial() and getattr(was, "reduce_op", "") == "sum" and now.is_replicate()
+    return DeviceSum("redistribute", (source,)) if summed and before.mesh.ndim == 1 else None
+
+
+DISTRIBUTED: dict[str, Handler] = {
+    "redistribute": _redistribute,
+    "from_local": _from_local,
+    "torch.distributed.tensor.from_local": _from_local,
+    "torch.distributed.tensor._api.from_local": _from_local,
+}
 
 
 def matmul_labels(a: int, b: int) -> Labels | None:
@@ -784,9 +780,7 @@ def read_module(c: Canonical, node: fx.Node, module: Any) -> Result:
     name = type(module).__name__.lower()
     call = Call(node, _MODULES.get(name, name))
     own = type(module).__module__.startswith("torch.nn.modules.") and call.name in TABLE
-    if not own or getattr(module, "inplace", False):
-        return None
-    if any(getattr(module, hooks) for hooks in _HOOKS):
+    if not own or any(getattr(module, name, False) for name in ("inplace", *_HOOKS)):
         return None
     # A parametrized weight (weight_norm) is computed on access, so it is no parameter.
     held: Any = {
