@@ -36,6 +36,10 @@ FUSED = {
     "a sum of chains": (lambda p, x: L(L(x, p.a), p.b) - 0.5 * L(L(x, p.c), p.d), ["lora"]),
     "rank 1": (lambda p, x: L(L(x, p.one), p.out), ["lowrank"]),
     "a sum of products first": (lambda p, x: L((x[..., None, :] * p.a).sum(-1), p.b), ["lowrank"]),
+    "sums that keep their axis": (
+        lambda p, x: ((x[..., None, :] * p.a).sum(-1, True) * p.b.t()).sum(-2, keepdim=True),
+        ["lowrank"],
+    ),
     "an expert by index": (lambda p, x: x @ p.experts[x[0, 0, 0].long() % 4] @ p.backs[0],
                            ["lowrank"]),
     "a stride before both": (

@@ -271,9 +271,7 @@ def with_addend(
         return None
     if addend is None and alpha == 1.0:
         return form
-    shape = c.shape(node)
-    assert shape is not None
-    value = c.virtual(node, "product", form, shape)
+    value = c.virtual(node, "product", form, c.sizes(node))
     return Add(value, 0.0 if addend is None else addend, float(alpha), float(beta))
 
 
@@ -460,16 +458,11 @@ def _sum_over(
         labels.append(tuple(-1 - i if size == 1 != shape[i] else i for i, size in places))
     if not all(summed <= {*own} for own in labels):
         return None  # a sum over an axis that is repeated counts it several times
-    out = tuple(i for i in range(len(shape)) if i not in summed)
-    form = Product(operands[0], operands[1], labels[0], labels[1], out)
+    kept = [i for i in range(len(shape)) if keepdim or i not in summed]
+    # A summed axis that stays, of size 1, has a label of its own: it is no operand's.
+    out = tuple(-1 - len(shape) - i if i in summed else i for i in kept)
     c.helpers[node] = frozenset((source,))
-    if not keepdim:
-        return form
-    sizes = tuple(shape[i] for i in out)
-    made = c.virtual(node, "product", form, sizes)
-    c.helpers[made] = frozenset((source,))
-    dims = iter(views.identity(sizes))
-    return made, tuple(() if i in summed else next(dims) for i in range(len(shape)))
+    return Product(*operands, *labels, out)
 
 
 def _where(
