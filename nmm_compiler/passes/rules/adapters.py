@@ -265,9 +265,9 @@ def _gathered(graph: Canonical, base: Any, more: Key, plain: list[Any]) -> _Call
     if not whole or of_tokens.get(chain.first.chosen, ()) != graph.base(x)[1][0]:  # type: ignore[arg-type]
         return None
     counts = graph.dtype(index) in (torch.int32, torch.int64)
-    if not counts or any(other is not index for other in others):
-        return None
-    if not _number(chain) or not same_tokens(graph, own, own.out_dims, chain.first, chain.out_dims):
+    one_index = counts and all(other is index for other in others)
+    alike = same_tokens(graph, own, own.out_dims, chain.first, chain.out_dims)
+    if not one_index or not alike or not _number(chain):
         return None
     given, factors = [index, *stacks[2:]], [*stacks[:2]]
     return _Call(plain, factors, given, set(), functools.partial(_flat, chain, stacks, index))

@@ -182,10 +182,9 @@ class Rule:
 class KernelRule(Rule):
     """A rule whose match becomes one call of a kernel; the call is `Match.data`."""
 
-    def matched(self, graph: Canonical, call: Any, **allowed: Any) -> Match | Refusal:
-        """Return the match of a call that may stand at its end, or why there is none; allowed: more
-        arguments of `refuse`."""
-        why = refuse(graph, call.covered, call.final, call.keys(), **allowed)
+    def matched(self, graph: Canonical, call: Any) -> Match | Refusal:
+        """Return the match of a call that may stand at its end, or why there is none."""
+        why = refuse(graph, call.covered, call.final, call.keys())
         return why or self.called(graph, call)
 
     def called(

@@ -83,12 +83,9 @@ def _read_sum(c: Canonical, key: Key, form: Add) -> Chain | Refusal | None:
     if not branches or len(bases) > 1 or len(branches) + len(bases) < len(terms):
         return None
     first, base = branches[0], next(iter(bases), None)
-    alike = all(
-        same_tokens(c, branch.first, branch.out_dims, one.first, one.out_dims)
-        for branch in branches
-        for one in (*bases, first)
-    )
-    if not alike:
+    tokens = first.first, first.out_dims
+    others = (*branches[1:], *bases)
+    if not all(same_tokens(c, *tokens, one.first, one.out_dims) for one in others):
         why = "base and branch do not read the same x in the same way"
         return None if base is None else Refusal("other_x", why, base.out)
     return dataclasses.replace(
