@@ -70,6 +70,7 @@ from nmm_compiler.passes.graph.torch_names import (
     target_name,
 )
 from nmm_compiler.passes.graph.views import Dim, Dims, identity
+from nmm_compiler.passes.graph.written import memory_of
 
 
 class Call(NamedTuple):
@@ -939,11 +940,11 @@ def _by_strides(c: Canonical, node: fx.Node) -> Result:
     old, new = c.tensor(source), c.tensor(node)
     if old is None or new is None or type(old) is not type(new) or old.layout != torch.strided:
         return None
-    old_start, new_start = (views.as_size(one.storage_offset()) for one in (old, new))
-    if old.dtype != new.dtype or old_start != new_start:
+    (dtype, sizes, steps), start, _ = memory_of(c, source)
+    (new_dtype, new_sizes, new_steps), new_start, _ = memory_of(c, node)
+    if (dtype, start) != (new_dtype, new_start):
         return None
-    old_steps, new_steps = (tuple(map(views.as_size, one.stride())) for one in (old, new))
-    dims = views.from_strides(c.sizes(source), old_steps, c.sizes(node), new_steps)
+    dims = views.from_strides(sizes, steps, new_sizes, new_steps)
     return None if dims is None else (source, dims)
 
 

@@ -38,7 +38,7 @@ def follow_writes(c: Canonical) -> bool:
         own = is_inplace_name(name) and "::" not in name  # another one may change gradients
         if not own or not tensors or isinstance(c.form(target), Leaf):
             continue
-        if _memory(c, target) != _memory(c, made) and not (puts and _fills(c, node)):
+        if memory_of(c, target) != memory_of(c, made) and not (puts and _fills(c, node)):
             continue
         late = [user for user in target.users if position[user] > position[node]]
         for user in late:
@@ -50,8 +50,9 @@ def follow_writes(c: Canonical) -> bool:
     return changed
 
 
-def _memory(c: Canonical, node: fx.Node) -> tuple[Any, ...]:
-    """Return what a tensor is like, and which memory it lies in."""
+def memory_of(c: Canonical, node: fx.Node) -> tuple[Any, ...]:
+    """Return what a tensor is like (dtype, sizes, strides), and which memory it lies in: where it
+    begins in which storages."""
     value = c.tensor(node)
     assert value is not None
     like = c.dtype(node), c.sizes(node), tuple(map(views.as_size, value.stride()))
@@ -62,7 +63,7 @@ def _fills(c: Canonical, put: Any) -> bool:
     """Return whether a value becomes all of a new buffer, which is like it, and nothing writes to
     the memory of either behind that."""
     buffer, place, value = put.args[:3]
-    if target_name(buffer) not in _BUFFERS or _memory(c, buffer)[0] != _memory(c, value)[0]:
+    if target_name(buffer) not in _BUFFERS or memory_of(c, buffer)[0] != memory_of(c, value)[0]:
         return False
     slices = place if isinstance(place, tuple) else (place,)
     for one, size in zip(slices, c.sizes(buffer), strict=False):

@@ -49,7 +49,8 @@ from nmm_compiler.passes.graph.capture import collect_values
 from nmm_compiler.passes.graph.effects import fetch_attribute, upstream
 from nmm_compiler.passes.graph.read_graph import constant_value, matmul_labels, read_graph
 from nmm_compiler.passes.graph.torch_names import target_name
-from nmm_compiler.passes.graph.views import BROADCAST, Dims, as_size
+from nmm_compiler.passes.graph.views import BROADCAST, Dims
+from nmm_compiler.passes.graph.written import memory_of
 from nmm_compiler.passes.rules.base import Match, Rule
 
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -307,15 +308,10 @@ def _is_half(c: Canonical, key: Key, x: Key, start: int) -> bool:
     source = next(iter(node.all_input_nodes), None)
     if source is None or c.views.get(source) != c.views[x]:
         return False
-    *outer, d = c.sizes(source)
-    own, whole = c.tensor(node), c.tensor(source)
-    if own is None or whole is None or c.sizes(node) != (*outer, d // 2):
-        return False
-    strides = [[*map(as_size, one.stride())] for one in (own, whole)]
-    starts = [as_size(one.storage_offset()) for one in (own, whole)]
-    shared = c.effects.storages(node) & c.effects.storages(source)
-    moved = starts[0] - starts[1] == start * strides[1][-1]
-    return bool(shared) and strides[0] == strides[1] and moved
+    (_, sizes, steps), begin, memory = memory_of(c, node)
+    (_, whole, wide), origin, held = memory_of(c, source)
+    half = (*whole[:-1], whole[-1] // 2)
+    return (sizes, steps, memory) == (half, wide, held) and begin - origin == start * wide[-1]
 
 
 def _are_angles(c: Canonical, key: Key, x: Key) -> bool:
