@@ -151,7 +151,7 @@ def _save_verdicts(path: Path, target: Path) -> None:
     """Write the verdicts of a device that is a fifth slower than predicted, and its target."""
     from nmm_compiler import targets
     from nmm_compiler.device import ladder
-    from nmm_compiler.device.calibrated_target import calibrate
+    from nmm_compiler.device.ladder import calibrate
     from nmm_compiler.runtime import machine
 
     timed = [rung for rung in ladder.RUNGS if not rung.compiled]

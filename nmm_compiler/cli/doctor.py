@@ -99,7 +99,7 @@ def doctor(
 
 def _fit(verdicts: Path, out: Path | None) -> values.Answer:
     """Fit a target's constants to the times of a device; write and print them."""
-    from nmm_compiler.device.calibrated_target import calibrate
+    from nmm_compiler.device.ladder import calibrate
 
     if out is not None and not out.name.endswith(FILE):
         raise typer.BadParameter(f"--out {out}: a target's file ends in {FILE}")

@@ -8,10 +8,22 @@ JSON file with a verdict, an error and times for each rung.
 A fault may leave a device that runs nothing any more. After a rung that failed, the first one has
 to run again, or the rest is left out: its verdicts would be of the device, not of constructs. Loops
 come last, so that a fault in them costs no other verdict.
+
+`calibrate` makes a target whose constants are those of one machine, from measured and predicted
+times. Pairs of rungs do the same few and many times, each on one engine. What a launch costs
+besides, the host's part included, is the same for both and cancels in the difference, and the
+factor of an engine is
+
+    (many - few measured) / (many - few predicted).
+
+Its constants are scaled by that factor: a clock and a rate become lower by it, a time longer. The
+constants of an engine whose factor is outside TRUSTED stay as they are: so large an error is one of
+the measurement, or of the model's form, and no constant mends it.
 """
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -26,9 +38,10 @@ import torch
 
 from nmm_compiler import targets
 from nmm_compiler.codegen.check_against_float64 import compare
-from nmm_compiler.errors import NeuronSetupError, NmmError
+from nmm_compiler.errors import FileError, NeuronSetupError, NmmError
 from nmm_compiler.kernels.base import numpy_dtype
 from nmm_compiler.kernels.error_bounds import FP32_ROUNDOFF
+from nmm_compiler.outputs import read_json
 from nmm_compiler.records import Record
 from nmm_compiler.report.parts import Grid, Line, Part
 from nmm_compiler.report.shown import Shown
@@ -36,6 +49,7 @@ from nmm_compiler.runtime import machine, neuron
 from nmm_compiler.simulator.loading.source_text import read_source
 from nmm_compiler.simulator.run import ArraySpec, simulate
 from nmm_compiler.targets import Target
+from nmm_compiler.targets.this_machine import number
 
 KERNELS = Path(__file__).with_name("rungs.py")
 LOOPS = Path(__file__).with_name("loop_rungs.py")
@@ -218,11 +232,9 @@ def _us(value: float | None) -> str:
 def best_executor() -> str:
     """Return the closest to a device that this machine has: the device, or a simulator."""
     found = machine.probe()
-    if found.dialect == "neuronxcc":  # the rungs are written in nki
+    if found.dialect != "nki" or found.path == "none":  # the rungs are written in nki
         return "simulator"
-    if found.devices and found.path in ("torchneuron", "torch-xla"):
-        return "neuron"
-    return "simulator" if found.nki is None or found.path == "none" else "nki_simulate"
+    return "neuron" if found.devices and found.path != "simulate" else "nki_simulate"
 
 
 def climb(target: str | None = None, *, on_rung: Callable[[Rung], None] | None = None) -> Ladder:
@@ -250,23 +262,15 @@ def climb(target: str | None = None, *, on_rung: Callable[[Rung], None] | None =
     return Ladder(executor=executor, target=hardware.name, machine=found, verdicts=tuple(verdicts))
 
 
-def _verdict(
-    rung: Rung, verdict: str, error: str, us: float | None = None, predicted: float | None = None
-) -> Verdict:
-    return Verdict(
-        rung=rung.name, construct=rung.construct, nki=rung.nki, verdict=verdict, error=error,
-        time_us=us, predicted_us=predicted,
-    )  # fmt: skip
-
-
 def _try(rung: Rung, executor: str, target: Target, why: str = "") -> Verdict:
     """Run a rung; why: for what reason it is left out."""
     if rung.needs is not None and not getattr(target, rung.needs):
         why = f"{target.name} has no {rung.needs}"
     if rung.compiled and (executor != "neuron" or machine.probe().path != "torchneuron"):
         why = "only TorchNeuron has kernels in graphs of torch.compile"
+    said = functools.partial(Verdict, rung=rung.name, construct=rung.construct, nki=rung.nki)
     if why:
-        return _verdict(rung, "left out", why)
+        return said(verdict="left out", error=why)
     generator = np.random.default_rng(0)
     arrays = [
         generator.standard_normal(shape, dtype=np.float32).astype(numpy_dtype(dtype))
@@ -278,14 +282,16 @@ def _try(rung: Rung, executor: str, target: Target, why: str = "") -> Verdict:
         got, us = _run(rung, executor, target, arrays, len(wanted))
     except Exception as error:  # the vendor's tools may raise anything, and the next rung goes on
         text = f"{type(error).__name__}: {error}"[:400]
-        return _verdict(rung, "failed", text, None, predicted)
+        return said(verdict="failed", error=text, predicted_us=predicted)
     largest = rung.wanted(*(np.abs(a.astype(np.float64)) for a in arrays))
     roundoff = float(ml_dtypes.finfo(numpy_dtype(rung.result or rung.operands[0][1])).eps)
     bounds = tuple((roundoff + rung.sums * FP32_ROUNDOFF) * most for most in largest)
     proof = compare(rung.name, tuple(got), wanted, bounds)
-    said = f"differs by up to {proof.max_error:.3g}, bound {proof.largest_bound:.3g}"
-    verdict = ("passed", "") if proof.passed else ("wrong", said)
-    return _verdict(rung, *verdict, us, predicted)
+    timed = functools.partial(said, time_us=us, predicted_us=predicted)
+    if proof.passed:
+        return timed(verdict="passed")
+    off = f"differs by up to {proof.max_error:.3g}, bound {proof.largest_bound:.3g}"
+    return timed(verdict="wrong", error=off)
 
 
 def predicted_us(rung: Rung, target: Target) -> float | None:
@@ -327,3 +333,113 @@ def _run(
 
 def _array(tensor: torch.Tensor) -> Array:
     return tensor.detach().to("cpu").to(torch.float64).numpy()
+
+
+# -- a target from the times of a device --------------------------------------------------------
+
+TRUSTED = (0.25, 4.0)
+"""Factors that are believed."""
+BUSY_US = 5.0
+"""Microseconds that a pair must differ by, predicted; the launch itself varies by about as much."""
+
+# What the pair of rungs "NAME, few" and "NAME, many" keeps busy: constants that are divided by its
+# factor (clocks and rates), and those that are multiplied by it (times).
+ENGINES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+    "matmuls": ("TensorE", ("tensor_clock_hz",), ("tensor_latency_seconds",)),
+    "additions": ("VectorE", ("vector_clock_hz",), ()),
+    "activations": ("ScalarE", ("scalar_clock_hz",), ()),
+    "long loads": (
+        "DMA, bytes", ("dma_bytes_per_second_per_engine", "hbm_bytes_per_second"), (),
+    ),
+    "short loads": (
+        "DMA, issue", (),
+        ("dma_issue_seconds", "dma_issue_descriptor_seconds", "dma_static_issue_seconds",
+         "dma_hardware_issue_seconds"),
+    ),
+    "transposing loads": ("DMA, transposes", ("dma_transpose_fraction",), ()),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration(Shown, Record):
+    """The factor of each engine, or why its constants stay as they are, and the constants that
+    follow: name -> (old, new)."""
+
+    base: str
+    source: str
+    engines: dict[str, float | str]
+    numbers: dict[str, tuple[float, float]]
+
+    def file(self) -> dict[str, Any]:
+        """Return what `targets.get("FILE.json")` reads."""
+        numbers = {name: [new, self.source] for name, (_, new) in self.numbers.items()}
+        return {"base": self.base, "numbers": numbers}
+
+    def parts(self) -> list[Part]:
+        """Return a table of the engines and one of the constants."""
+        engines = [
+            (engine, found, "") if isinstance(found, str) else (engine, "", f"{found:.3g}")
+            for engine, found in self.engines.items()
+        ]
+        numbers = [(name, f"{old:.4g}", f"{new:.4g}") for name, (old, new) in self.numbers.items()]
+        of_base, own = f"of {self.base}", "of this machine"
+        return [
+            Grid.of(("engine", "left alone because", "factor"), engines, ("factor",)),
+            Grid.of(("constant", of_base, own), numbers, (of_base, own)),
+            Line(f"{len(self.numbers)} constants of {self.base} changed, from {self.source}",
+                 "headline"),
+        ]  # fmt: skip
+
+
+def calibrate(path: Path) -> Calibration:
+    """Return the constants of the machine whose ladder is in a file of `nmm doctor --device`.
+
+    Raises FileError for a file without times, which a run without a device has not.
+    """
+    told = read_json(path)
+    base = told.get("target")
+    if base not in targets.names():
+        raise FileError(f"{path} names no target; write it with: nmm doctor --device")
+    verdicts = told.get("verdicts")
+    times = {
+        str(v.get("rung")): number(v.get("time_us"))
+        for v in (verdicts if isinstance(verdicts, list) else ())
+        if isinstance(v, dict) and v.get("verdict") == "passed"
+    }
+    if not any(t is not None for t in times.values()):
+        raise FileError(
+            f"{path} holds no times: they are of a device, and this is of executor "
+            f"{told.get('executor')!r}; run nmm doctor --device where one is"
+        )
+    target = targets.get(base)
+    found = {name: _factor(name, times, target) for name in ENGINES}
+    numbers: dict[str, tuple[float, float]] = {}
+    for name, factor in found.items():
+        if isinstance(factor, str):
+            continue
+        _, divided, multiplied = ENGINES[name]
+        whole = found["long loads"]
+        if name == "transposing loads" and not isinstance(whole, str):
+            factor /= whole  # a share of the DMA's rate, which has a factor of its own
+        shares = {**dict.fromkeys(divided, 1 / factor), **dict.fromkeys(multiplied, factor)}
+        for constant, share in shares.items():
+            old = float(getattr(target, constant))
+            numbers[constant] = (old, old * share)
+    source = f"nmm doctor --fit {path.name}"
+    engines = {ENGINES[name][0]: factor for name, factor in found.items()}
+    return Calibration(base=base, source=source, engines=engines, numbers=numbers)
+
+
+def _factor(name: str, times: dict[str, float | None], target: Target) -> float | str:
+    """Return the factor of an engine by the names of its rungs, or why it has none."""
+    pair = [rung for rung in TIMED if rung.name.partition(",")[0] == name]
+    few, many = (times.get(rung.name) for rung in pair)
+    if few is None or many is None:
+        return "its rungs did not both pass"
+    less, more = (predicted_us(rung, target) or 0.0 for rung in pair)
+    if more - less < BUSY_US:
+        return f"the pair differs by under {BUSY_US} us"
+    factor = (many - few) / (more - less)
+    if not TRUSTED[0] <= factor <= TRUSTED[1]:
+        return f"a factor of {factor:.3g} is not believed"
+    return factor

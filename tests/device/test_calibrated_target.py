@@ -10,7 +10,7 @@ from nmm_compiler import targets
 from nmm_compiler.codegen.build import build_kernel, kernel_key
 from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.device import ladder
-from nmm_compiler.device.calibrated_target import ENGINES, calibrate
+from nmm_compiler.device.ladder import ENGINES, calibrate
 from nmm_compiler.errors import FileError, UnknownNameError
 from nmm_compiler.kernels.linear.specs import MatmulSpec
 from nmm_compiler.options import Options
