@@ -179,7 +179,7 @@ class Machine:
         """Return a number that no other storage and no other register of the program has."""
         identity, self.storages = self.storages, self.storages + 1
         if self.turn is not None:
-            self.turn.numbers[identity] = self.turn.depth, len(self.turn.numbers)
+            self.turn.numbers[identity] = (len(self.turn.numbers),)
         return identity
 
     def note(self, what: str, *values: Any) -> None:

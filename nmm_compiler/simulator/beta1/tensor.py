@@ -49,7 +49,7 @@ from nmm_compiler.simulator.language.functions import result_of
 from nmm_compiler.simulator.machine import current, kernel_frame, place_instructions
 from nmm_compiler.simulator.tensors.dtypes import DType
 from nmm_compiler.simulator.tensors.elements import mark, poisoned_values
-from nmm_compiler.simulator.tensors.registers import DynamicSlice, Indirection, whole
+from nmm_compiler.simulator.tensors.registers import Indirection, whole
 from nmm_compiler.simulator.tensors.tensor import NkiTensor, kind_of
 
 Outside = tuple[tuple[int, int, Affine], ...]
@@ -245,7 +245,7 @@ class Tensor:
         need(len(given) <= rank, f"{len(keys)} indices into {self!r}")
         if any(isinstance(k, (Index, Tensor, Affine)) for k in keys):
             need(
-                not any(k is None or isinstance(k, (slice, DynamicSlice)) for k in keys),
+                not any(k is None or isinstance(k, slice) for k in keys),
                 "slices, or too few indices, beside index expressions in an index of "
                 f"{self!r} (err_unsupported_mixing_basic_advanced_tensor_indexing); give one "
                 "expression for each dimension",
@@ -271,7 +271,7 @@ class Tensor:
             if k is None:
                 view = view.expand_dim(axis)
             rows = axis == 0 and self.memory != "hbm"  # an index of partitions leaves one
-            axis += k is None or rows or isinstance(k, (slice, DynamicSlice))
+            axis += k is None or rows or isinstance(k, slice)
         return Tensor(view)
 
     def _masked(self, mask: Mask | bool) -> Tensor:
@@ -438,9 +438,7 @@ class Blocks(Tensor):
 
 
 def _span(key: Any, size: int) -> Any:
-    """Return a slice, which nl.ds is too, with its ends; what is no slice as it is."""
-    if isinstance(key, DynamicSlice):
-        return slice(key.start, key.start + key.size)
+    """Return a slice with its ends; what is no slice as it is."""
     if isinstance(key, slice):
         return slice(key.start or 0, size if key.stop is None else key.stop, key.step)
     return key

@@ -14,14 +14,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from nmm_compiler.errors import KernelArgumentError, OperandError
+from nmm_compiler.errors import KernelArgumentError, OperandError, OutOfBoundsError
 from nmm_compiler.simulator.isa.dma import dma_copy
 from nmm_compiler.simulator.isa.elementwise import tensor_copy
 from nmm_compiler.simulator.machine import CURRENT, Machine, current, kernel_frame
 from nmm_compiler.simulator.tensors import dtypes
 from nmm_compiler.simulator.tensors.dtypes import DType
 from nmm_compiler.simulator.tensors.memory import Storage, check_allocation
-from nmm_compiler.simulator.tensors.registers import DynamicSlice, whole
+from nmm_compiler.simulator.tensors.registers import whole
 from nmm_compiler.simulator.tensors.tensor import NkiTensor, kind_of, make_tensor
 from nmm_compiler.targets import Target, get
 
@@ -227,9 +227,16 @@ def _constant(machine: Machine, name: str, array: np.ndarray, kind: DType) -> Nk
 
 
 @exported
-def ds(start: Any, size: Any) -> DynamicSlice:
-    """Return a slice of `size` elements from `start`."""
-    return DynamicSlice(start, size)
+def ds(start: Any, size: Any) -> slice:
+    """Return a slice of `size` elements from `start`, which may be a register."""
+    count = size if size.__class__ is int else whole(size)
+    if count is None or count < 0 or (start.__class__ is int and start < 0):
+        raise OutOfBoundsError(
+            f"nl.ds({start!r}, {size!r}) is empty or leaves its tensor; start at 0 or above, and "
+            "pass a size that is known when the kernel is compiled",
+            *kernel_frame(),
+        )
+    return slice(start, start + count)
 
 
 @exported

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections import ChainMap
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,12 +21,13 @@ import numpy as np
 from nmm_compiler.errors import HazardError, SimulationError
 from nmm_compiler.simulator.machine import Machine, current, kernel_frame
 from nmm_compiler.simulator.tensors.registers import (
-    DynamicSlice,
     Indirection,
     VirtualRegister,
 )
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 from nmm_compiler.simulator.trace import Instruction
+
+Numbers = ChainMap[int, tuple[int]]
 
 
 @dataclasses.dataclass
@@ -41,7 +43,7 @@ class _Loop:
     """A loop that runs, and the comparison of its running turn with the first one.
 
     step: of its variable. count: of its turns before this one. place: in the running turn.
-    numbers: of the tensors and registers that the turn makes: (depth of the loop, how many before).
+    numbers: of the tensors and registers that the turn, and those around it, make: how many before.
     """
 
     def __init__(self, machine: Machine, name: str, *bounds: Any, step: Any = 1) -> None:
@@ -54,9 +56,8 @@ class _Loop:
             f"{name} inside nl.no_reorder() is not supported; move it out",
         )
         self.machine, self.name, self.count = machine, name, 0
-        self.body, self.outer, self.depth, self.place = _Body(), machine.turn, 0, 0
+        self.body, self.outer, self.place = _Body(), machine.turn, 0
         if self.outer is not None:
-            self.depth = self.outer.depth + 1
             self.body = self.outer.body.loops.setdefault(self.outer.place, self.body)
             machine.note(name, *bounds, step)
 
@@ -78,16 +79,10 @@ class _Loop:
                 "write a Python for loop, which is unrolled",
             )
 
-    def _number(self, identity: int) -> Any:
-        """Return the number of what the turn, or an outer one, has made, else the identity."""
-        if identity in self.numbers or self.outer is None:
-            return self.numbers.get(identity, identity)
-        return self.outer._number(identity)
-
     def _symbol(self, symbol: Any) -> Any:
         if symbol.__class__ is tuple:
             return tuple(map(self._symbol, symbol))
-        return symbol if symbol.__class__ is str else self._number(symbol)
+        return self.numbers.get(symbol, symbol)
 
     def _same(self, value: Any) -> Any:
         """Return what is equal for arguments that a traced body may pass in all of its turns."""
@@ -96,7 +91,7 @@ class _Loop:
             base = value.offset - sum(step * number for _, step, number in value.moved)
             moved = [(self._symbol(register), step) for register, step, _ in value.moved]
             return (
-                self._number(value.storage.identity), value.shape, value.strides, value.dtype, base,
+                self._symbol(value.storage.identity), value.shape, value.strides, value.dtype, base,
                 moved, value.indirection and self._same(value.indirection),
             )  # fmt: skip
         if kind is tuple or kind is list:
@@ -105,8 +100,6 @@ class _Loop:
             return self._symbol(value.symbol)
         if kind is Indirection:
             return value.kind, value.dim, self._same(value.index), value.step, value.column_count
-        if kind is DynamicSlice:
-            return self._same(value.start), self._same(value.size)
         if isinstance(value, np.ndarray):
             return value.shape, str(value.dtype), value.tobytes()
         if isinstance(value, Instruction):
@@ -127,7 +120,8 @@ class _Loop:
         trace, first, made = machine.trace, len(machine.instructions), machine.storages
         trace.loop_edges.append(first)
         machine.turn, self.place = self, 0
-        self.numbers: dict[int, tuple[int, int]] = {}
+        outer: Numbers = ChainMap() if self.outer is None else self.outer.numbers
+        self.numbers = outer.new_child()
         yield
         self.note("nothing more", ())  # no turn may issue less than the first one
         self.body.known = True

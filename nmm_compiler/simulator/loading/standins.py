@@ -26,13 +26,11 @@ class StandIn(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        file, line = kernel_frame()
         known = [n for n in self.__dict__ if not n.startswith("_")]
         raise UnsupportedInstructionError(
             f"{self.__name__}.{name} is not in the NKI API that the simulator has"
             f"{closest(name, known)}; see docs/simulator.md",
-            file,
-            line,
+            *kernel_frame(),
         )
 
 

@@ -14,7 +14,6 @@ from typing import Any
 
 from nmm_compiler.simulator.tensors.dtypes import DType
 from nmm_compiler.simulator.tensors.memory import Storage
-from nmm_compiler.simulator.tensors.registers import DynamicSlice
 
 FIXED = frozenset({int, type(None), type, bool})
 """The classes of what a key may consist of, if its part is to be kept."""
@@ -74,8 +73,6 @@ def numbers_of(key: tuple[Any, ...]) -> tuple[Any, ...]:
         kind = k.__class__
         if kind is slice:
             numbers += k.start, k.stop, k.step
-        elif kind is DynamicSlice:
-            numbers += DynamicSlice, k.start, k.size
         else:
             numbers += kind, k
     return tuple(numbers)

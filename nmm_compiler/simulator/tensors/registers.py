@@ -89,15 +89,6 @@ def whole(value: Any) -> int | None:
         return int(value) if isinstance(value, float) and value.is_integer() else None
 
 
-class DynamicSlice:
-    """`nl.ds(start, size)`: `size` elements from `start`, which may be a register."""
-
-    __slots__ = ("size", "start")
-
-    def __init__(self, start: Any, size: int) -> None:
-        self.start, self.size = start, size
-
-
 class Indirection:
     """The runtime index of an indirect view.
 

@@ -39,7 +39,6 @@ from nmm_compiler.simulator.tensors.geometry import (
 )
 from nmm_compiler.simulator.tensors.memory import Storage
 from nmm_compiler.simulator.tensors.registers import (
-    DynamicSlice,
     Indirection,
     VirtualRegister,
     whole,
@@ -183,11 +182,10 @@ class NkiTensor(NKIObject):
         offset, moved = self.offset, [*self.moved]
         dims: list[tuple[int, int]] = []
         for d, (k, size, stride) in enumerate(zip(key, self.shape, self.strides, strict=False)):
-            if k.__class__ is slice or k.__class__ is DynamicSlice:
+            if k.__class__ is slice:
                 start, stop, step = self._span(d, k, moved)
                 if start < 0 or stop > size or start >= stop or step < 1:
-                    shown = k if k.__class__ is slice else slice(start, stop)
-                    return self._bad_slice(d, shown, start == stop and 0 <= start <= size)
+                    return self._bad_slice(d, k, start == stop and 0 <= start <= size)
                 if step > 1 and d == 0 and on_chip:
                     self.need(stop - start <= step, "partitions cannot be strided; use step 1")
                 dims.append((-(-(stop - start) // step), stride * step))
@@ -214,12 +212,11 @@ class NkiTensor(NKIObject):
         size, start = self.shape[dim], 0 if key.start is None else key.start
         if start.__class__ is not int:
             start = self._start(dim, start, moved)
-        if key.__class__ is DynamicSlice:
-            return start, start + self._number(key.size), 1
         stop = size if key.stop is None else key.stop
         stop = stop.read() if stop.__class__ is VirtualRegister else self._number(stop)
         step = 1 if key.step is None else self._number(key.step)
-        return start + size * (start < 0), stop + size * (stop < 0), step
+        below = start < 0 and key.start.__class__ is not VirtualRegister
+        return start + size * below, stop + size * (stop < 0), step
 
     def _start(self, dim: int, value: Any, moved: list[Any]) -> int:
         """Return where a slice or an index starts; add the register that moves the view."""
