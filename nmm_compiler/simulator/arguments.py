@@ -26,10 +26,7 @@ class ArraySpec:
 
 def bind(function: Any, arrays: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return a kernel's arguments by its signature; raises KernelArgumentError."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        raise KernelArgumentError(f"{function!r} has no signature") from None
+    signature = inspect.signature(function)
     try:
         return signature.bind(*arrays, **kwargs)
     except TypeError as error:

@@ -162,13 +162,6 @@ def shared_constant(constant: Any, dtype: Any = None) -> Tensor:
     return Tensor(base.shared_constant(array))
 
 
-@_named
-def shared_identity_matrix(n: int, dtype: Any = np.uint8) -> Tensor:
-    """Return an identity matrix in HBM."""
-    session().flush()
-    return Tensor(base.identity(current(), int(n), kind_of(dtype)))
-
-
 # Loads and stores
 
 
@@ -253,13 +246,6 @@ def atomic_rmw(dst: Any, value: Any, op: Any, *, mask: Any = None) -> None:
         UnsupportedInstructionError,
     )
     dma_copied("nl.atomic_rmw", target, tensor("nl.atomic_rmw", "value", value), CURRENT["add"])
-
-
-@_named
-def device_print(prefix: str, x: Any, *, mask: Any = None) -> None:
-    """Print a tile's values at this point of the run."""
-    session().flush()
-    base.device_print(prefix, x.tile() if isinstance(x, Tensor) else x)
 
 
 # Functions that compute
@@ -385,7 +371,6 @@ def broadcast_to(src: Any, *, shape: Any) -> Tensor:
     lead = len(shape) - len(tile.shape)
     if lead > 0 and (tile.memory == "hbm" or tile.shape[0] == 1):
         tile = tile.reshape((1,) * lead + tile.shape)
-    need_broadcast(len(tile.shape) == len(shape), tile, shape, "broadcast_to")
     return Tensor(stretched(tile, shape, "broadcast_to"))
 
 
@@ -428,6 +413,12 @@ _OWN: dict[str, Body] = {
         "where", "dropout", "gather_flattened", "rand", "random_seed",
     )},
     "expand_dims": lambda name, data, axis: data.expand_dims(axis),
+    "shared_identity_matrix": lambda name, n, dtype: Tensor(
+        base.identity(current(), int(n), kind_of(dtype))
+    ),
+    "device_print": lambda name, prefix, x, mask: base.device_print(
+        prefix, x.tile() if isinstance(x, Tensor) else x
+    ),
     "finfo": lambda name, dtype: ml_dtypes.finfo(kind_of(dtype).numpy),
     "num_programs": lambda name, axes: base.num_programs(axes),
 }  # fmt: skip

@@ -15,8 +15,6 @@ from typing import Any
 from nmm_compiler.simulator.tensors.dtypes import DType
 from nmm_compiler.simulator.tensors.memory import Storage
 
-FIXED = frozenset({int, type(None), type, bool})
-"""The classes of what a key may consist of, if its part is to be kept."""
 KEPT = 100_000
 Dims = tuple[tuple[int, int], ...]
 """(size, stride in elements) of each dimension."""

@@ -107,13 +107,12 @@ def check_allocation(machine: Machine, storage: Storage) -> None:
         OnChipCapacityError,
     )
     bank = target.psum_bank_bytes_per_partition
-    if storage.memory == "psum" and storage.address is not None and start % bank and size > 0:
-        machine.need(
-            start // bank == (start + size - 1) // bank,
-            f"PSUM tensor {storage.name!r} at byte {start} crosses a bank of {bank} B; start it on "
-            "a bank boundary",
-            OnChipCapacityError,
-        )
+    machine.need(
+        storage.memory == "sbuf" or not start % bank or start // bank == (start + size - 1) // bank,
+        f"PSUM tensor {storage.name!r} at byte {start} crosses a bank of {bank} B; start it on "
+        "a bank boundary",
+        OnChipCapacityError,
+    )
 
 
 def _peak(tensors: list[Allocation], sizes: list[int]) -> tuple[int, int]:

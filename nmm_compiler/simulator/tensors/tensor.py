@@ -27,7 +27,6 @@ from nmm_compiler.simulator.tensors import dtypes
 from nmm_compiler.simulator.tensors.dtypes import DType
 from nmm_compiler.simulator.tensors.elements import read
 from nmm_compiler.simulator.tensors.geometry import (
-    FIXED,
     KEPT,
     Dims,
     Geometry,
@@ -164,8 +163,8 @@ class NkiTensor(NKIObject):
         if known is not None:
             return NkiTensor(self.storage, known[0], self.offset + known[1])
         part = self._view(key)
-        # a part by a register, say, is not kept: the value may change
-        if part.__class__ is not UnusableView and FIXED.issuperset(map(type, at)):
+        # one by a register, whose value may change, cannot be hashed
+        if part.__class__ is not UnusableView:
             if len(parts) >= KEPT:
                 parts.clear()
             parts[at] = part.geometry, part.offset - self.offset
