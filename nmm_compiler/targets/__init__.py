@@ -15,16 +15,9 @@ from nmm_compiler.targets.this_machine import FILE, from_file
 __all__ = ["Source", "Target", "get", "names", "oldest_with"]
 
 
-def _load() -> dict[str, Target]:
-    modules = (
-        importlib.import_module(f"{__name__}.{found.name}")
-        for found in pkgutil.iter_modules(__path__)
-    )
-    found = [module.TARGET for module in modules if hasattr(module, "TARGET")]
-    return {target.name: target for target in sorted(found, key=lambda t: t.generation)}
-
-
-_TARGETS = _load()
+_FILES = [importlib.import_module(f"{__name__}.{f.name}") for f in pkgutil.iter_modules(__path__)]
+_KNOWN = [file.TARGET for file in _FILES if hasattr(file, "TARGET")]
+_TARGETS: dict[str, Target] = {t.name: t for t in sorted(_KNOWN, key=lambda t: t.generation)}
 
 
 def names() -> tuple[str, ...]:

@@ -153,20 +153,20 @@ def _check_transpose_mode(call: Call, src: NkiTensor, mode: str, indirect: bool)
             "dimension up to 128, and a 4-D src whose second or third dimension is 1",
         )
         index = src.indirection.index
-        fits = index.__class__ is NkiTensor and index.dtype == "uint32" and len(index.shape) == 2
-        if fits:
-            rows, columns = index.shape
-            fits = rows in range(16, 129, 16) and (columns == 1 or rows == 128)
-            fits = fits and index.size >= first
+        sides: tuple[int, ...] = getattr(index, "shape", ())
+        walked = len(sides) == 2 and sides[0] in range(16, 129, 16)
         call.need(
-            fits,
+            walked
+            and (sides[1] == 1 or sides[0] == 128)
+            and index.dtype == "uint32"
+            and index.size >= first,
             "the index is a 2-D uint32 tensor in SBUF of 16 to 128 rows in steps of 16, 128 when "
             "it has more than one column, with an index for each row",
         )
         return
     if mode == "none" and direct:
-        call.warn(
-            "dge_mode none; its reference lets a direct transpose take unknown "
+        call.machine.warn(
+            f"{call.name}: dge_mode none; its reference lets a direct transpose take unknown "
             "or hwdge, the guide of DMA descriptors (nki-dge) and nki-library none too"
         )
     else:
@@ -187,15 +187,13 @@ def _check_transpose_mode(call: Call, src: NkiTensor, mode: str, indirect: bool)
 
 def _check_read_modify_write(call: Call, dst: NkiTensor, srcs: list[NkiTensor]) -> None:
     """Check dma_compute with row indices: dst[i] += SBUF data, or SBUF dst += src[i]."""
-    rows = [s for s in srcs if _chooses_rows(s)]
-    plain = [s for s in srcs if not _chooses_rows(s)]
-    fits = len(rows) == len(plain) == 1
-    if fits and _chooses_rows(dst):
-        fits = rows[0].storage is dst.storage and plain[0].memory == "sbuf"
-    elif fits:
-        fits = dst.memory == "sbuf" and plain[0].storage is dst.storage
+    plain, *rows = sorted(srcs, key=_chooses_rows)
+    of_dst, in_sbuf = (rows[0], plain) if rows and _chooses_rows(dst) else (plain, dst)
     call.need(
-        fits,
+        [_chooses_rows(s) for s in rows] == [True]
+        and not _chooses_rows(plain)
+        and of_dst.storage is dst.storage
+        and in_sbuf.memory == "sbuf",
         "with row indices it takes two sources: one has the indices and storage of dst and the "
         "other is in SBUF, or the one without indices is dst in SBUF",
     )

@@ -316,10 +316,8 @@ def nonzero_with_count(
             continue  # a group that is not used: its results stay unwritten
         row = src[p : p + 1].load().reshape(-1)
         found = np.flatnonzero(row) + index_offset
-        result = np.full(row.size + 1, padding_val, np.int64)
-        result[: found.size] = found
-        result[-1] = found.size
-        put(dst[p : p + 1], result)
+        padding = np.full(row.size - found.size, padding_val, np.int64)
+        put(dst[p : p + 1], np.concatenate([found, padding, [found.size]]))
 
 
 @instruction(

@@ -56,10 +56,6 @@ class Call:
         self.move: Callable[[np.ndarray], np.ndarray] | None = None
         self.kept: np.ndarray | None = None
 
-    def warn(self, message: str) -> None:
-        """Warn of the instruction."""
-        self.machine.warn(f"{self.name}: {message}")
-
     def given(self, rule: str) -> str:
         """Return a rule and the arguments that are not the defaults."""
         defaults = self.row.defaults
@@ -165,7 +161,8 @@ def member(call: Call, role: str, given: Any, members: type[Enum]) -> Enum:
     name = f"nisa.{members.__name__}"
     says = f"{role} must be a member of {name}, such as {name}.{next(iter(members)).name}"
     call.need(known, says, KernelArgumentError)
-    call.warn(f"{role}={given}; NKI 0.3 and newer take {name}.{known[0].name}")
+    newer = f"NKI 0.3 and newer take {name}.{known[0].name}"
+    call.machine.warn(f"{call.name}: {role}={given}; {newer}")
     return known[0]
 
 

@@ -118,14 +118,24 @@ def nc_matmul(
     )
     if machine.data:
         a, b = f32(stationary), f32(moving)
-        if is_stationary_onezero:
-            _check_onezero(call, "stationary", a)
-        if is_moving_onezero:
-            _check_onezero(call, "moving", b)
+        for role, values in (("stationary", a), ("moving", b)):
+            if call.arguments[f"is_{role}_onezero"]:
+                other = values[(values != 0) & (values != 1)]
+                call.need(
+                    not other.size,
+                    f"is_{role}_onezero: {role} holds {other[:1]} and may hold ones and zeros "
+                    "only; leave the flag unset",
+                    HazardError,
+                )
         # without the mode the flag marks an instruction for profiles, and it may be a product
-        turns = is_transpose and (target.tensor_transpose_mode or _one_hot(b.reshape(k, n)))
-        if turns:
-            moved = _pass_through(call, stationary, b.reshape(k, n))
+        one_hot = is_transpose and _one_hot(b.reshape(k, n))
+        turns = is_transpose and (target.tensor_transpose_mode or one_hot)
+        call.need(
+            one_hot or not turns,
+            "is_transpose: moving is no identity matrix; each column must hold a single 1, use "
+            "nl.shared_identity_matrix, or leave is_transpose unset for a product",
+            HazardError,
+        )
     yield {
         "k": k,
         "m": m,
@@ -135,38 +145,14 @@ def nc_matmul(
         "onezero": is_stationary_onezero or is_moving_onezero,
     }
     if turns:
-        put(dst, moved, product=True)
+        # transpose mode moves elements and multiplies nothing: each column of moving picks one row
+        # of stationary (nki.isa.nc_transpose: the data is stationary and an identity matrix moves)
+        rows = stationary.load().reshape(k, m)
+        put(dst, rows[(b.reshape(k, n) != 0).argmax(axis=0)].T, product=True)
     else:
         a, b = a.reshape(-1, m), b.reshape(-1, n)
         # one term is not summed: -0.0 stays -0.0
         accumulate_product(machine, dst, a.T * b if len(a) == 1 else a.T @ b, accumulate)
-
-
-def _check_onezero(call: Call, role: str, values: np.ndarray) -> None:
-    """Refuse data that the fp32 fast path for ones and zeros would compute wrongly."""
-    other = values[(values != 0) & (values != 1)]
-    call.need(
-        not other.size,
-        f"is_{role}_onezero: {role} holds {other[:1]} and may hold ones and zeros only; leave the "
-        "flag unset",
-        HazardError,
-    )
-
-
-def _pass_through(call: Call, stationary: NkiTensor, selector: np.ndarray) -> np.ndarray:
-    """Return stationary.T with its columns placed by the one-hot moving matrix, bit for bit.
-
-    Transpose mode moves elements and multiplies nothing: each column of moving picks one row of
-    stationary (nki.isa.nc_transpose: the data is stationary and an identity matrix moves).
-    """
-    call.need(
-        _one_hot(selector),
-        "is_transpose: moving is no identity matrix; each column must hold a single 1, use "
-        "nl.shared_identity_matrix, or leave is_transpose unset for a product",
-        HazardError,
-    )
-    rows = stationary.load().reshape(stationary.shape[0], -1)
-    return rows[(selector != 0).argmax(axis=0), :].T.copy()
 
 
 def _one_hot(selector: np.ndarray) -> bool:

@@ -24,10 +24,9 @@ def scalar_can(instruction: Instruction) -> bool:
     ScalarE copies, multiplies by a number or a column, adds one, or does both.
     """
     attributes = instruction.attributes
-    if not attributes.get("unset"):
-        return False
     pair = attributes.get("function"), attributes.get("function1") or None
-    return instruction.op == "tensor_copy" or pair in SCALAR_PAIRS
+    simple = instruction.op == "tensor_copy" or pair in SCALAR_PAIRS
+    return simple and bool(attributes.get("unset"))
 
 
 def awaited_tiles(trace: Trace, target: Target) -> set[int]:

@@ -52,10 +52,6 @@ class Slots:
         self.ended[stop] = kind, held, stop
         return held
 
-    def close(self, when: float) -> None:
-        """Forbid bookings before `when`, in a gap or at the end."""
-        self.starts, self.stops = [max(when, self.starts[-1])], [math.inf]
-
     def append(self, ready: float, duration: float) -> float:
         """Book behind everything, not before `ready`; return the start."""
         return self._take(-1, ready, duration)

@@ -249,7 +249,8 @@ class Scheduler:
             load_us = self.target.activation_table_load_seconds * US
             start = slots.place(max(slots.starts[-1], self.floor), load_us)
             load = slots.hold(index, "table", "scalar", start, start + load_us, AT_ONCE)
-            slots.close(load.stop)
+            # nothing that comes later is booked before it
+            slots.starts, slots.stops = [max(load.stop, slots.starts[-1])], [math.inf]
             self.table, loads = work.table, (load,)
         shared = [users for memory, engines, users in self.ports
                   if memory in work.memories and engine in engines]  # fmt: skip
