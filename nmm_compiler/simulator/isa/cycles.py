@@ -117,13 +117,6 @@ def local_gather(target: Target, instruction: Instruction, engine: str, n: int) 
     return target.gpsimd_fixed_cycles + count * run * each
 
 
-def predicated(target: Target, instruction: Instruction, engine: str, n: int) -> float:
-    """Two operands share one SBUF port, unless one streams from PSUM."""
-    if any(a.memory == "psum" for a in instruction.reads):
-        return float(n)
-    return target.vector_two_input_passes * n
-
-
 def topk(target: Target, instruction: Instruction, engine: str, n: int) -> float:
     """Four passes, and the k that are written."""
     return 4.0 * n + float(instruction.attributes.get("k", 8))

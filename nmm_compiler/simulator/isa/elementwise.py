@@ -254,7 +254,7 @@ def reciprocal(call: Call, dst: Any, data: Any) -> None:
     pair="src predicate",
     indirect="dst predicate",
     packed=True,
-    cycles=cycles.predicated,
+    cycles=cycles.two_inputs,
 )
 def tensor_copy_predicated(
     call: Call,
