@@ -61,7 +61,6 @@ def put(
         dst.array()[...] = values
         mark(dst, False)
     if storage.memory == "psum":
-        storage.products = None
         storage.writers = storage.writers or storage.marks(NOBODY)
         storage.writers.put(dst, TENSOR if product else OTHER)
 
@@ -110,15 +109,14 @@ def accumulate_product(
     """Write a product to dst, or add it to earlier products there; None: PSUM's state decides."""
     if product.shape != dst.shape:
         product = product.reshape(dst.shape)
-    storage, direct, marks = dst.storage, dst.indirection is None, dst.storage.writers
-    key = (dst.offset, dst.shape, dst.strides) if direct else None
-    again = direct and storage.products == key and dst.dtype == "float32"
+    marks = dst.storage.writers
     writers = np.full(dst.shape, NOBODY) if marks is None else marks.of(dst)[..., 0]
-    adds = accumulate is not False and bool(again or accumulate or writers.any())
+    adds = accumulate is not False and bool(accumulate or writers.any())
     if accumulate is None:  # a compiler of a loop on the device decides it once
         machine.note(f"nc_matmul(accumulate=None) that {'adds' if adds else 'overwrites'}")
-    if adds and again:
-        target = dst.array()  # the same region as the matmul before has the same writers
+    sums = dst.indirection is None and dst.dtype == "float32"
+    if adds and sums and (writers == TENSOR).all():
+        target = dst.array()
         target += product
         return
     if adds:
@@ -126,7 +124,6 @@ def accumulate_product(
         written = writers != NOBODY  # what nobody has written is zero
         product = np.where(written, read(dst, where=written)[0].astype(F32), F32(0)) + product
     put(dst, product, product=True)
-    storage.products = key
 
 
 def _check_sum(machine: Machine, dst: NkiTensor, writers: np.ndarray, accumulate: Any) -> None:

@@ -58,7 +58,6 @@ class Storage:
         self.constant = self.is_input = False
         self.writers: Marks | None = None
         self.shared = machine.data and machine.grid > 1 and getattr(region, "name", "") == _SHARED
-        self.products: Any = None
         self.unwritten: Marks | None = None
         row = math.prod(shape if memory == "hbm" else shape[1:]) * dtype.item_bytes
         self.bytes_per_partition = row
