@@ -160,7 +160,6 @@ def tensor_tensor(
     operands="data[P F] -> dst[P F]",
     streams="data",
     numbers={"operand0": ANY_DTYPE, "operand1": ANY_DTYPE},
-    unset=("operand0",),
     operators={"op0": ALU, "op1": ALU},
     indirect="dst data",
     cycles=cycles.copy,
@@ -212,7 +211,6 @@ def tensor_scalar(
     streams="data operand1",
     pair="data operand1",
     numbers={"operand0": ANY_DTYPE},
-    unset=("operand0",),
     operators={"op0": ARITHMETIC, "op1": BINARY},
     cycles=cycles.two_inputs,
 )

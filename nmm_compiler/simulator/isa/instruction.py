@@ -84,7 +84,6 @@ class instruction:  # noqa: N801 - a decorator, written as one
         are optional. memory, memories: where they may be, all and some.
     numbers: operands that are a number or a [P, 1] tensor, and the dtypes of such a tensor.
     constants: operands that are a tensor or a compile-time number.
-    unset: numbers that may be None although they have no default.
     limits: the sizes that a letter of the equation may have.
     streams: operands that stream through the engine while the first destination is written,
         so that it may be such an operand. All others are read in an order of their own: no
@@ -118,7 +117,6 @@ class instruction:  # noqa: N801 - a decorator, written as one
     memories: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     numbers: Mapping[str, frozenset[str]] = field(default_factory=dict)
     constants: tuple[str, ...] = ()
-    unset: tuple[str, ...] = ()
     limits: Mapping[str, range] = field(default_factory=dict)
     streams: Sequence[str] = ""
     dtypes: Mapping[str, frozenset[str]] = field(default_factory=dict)
@@ -170,7 +168,9 @@ class instruction:  # noqa: N801 - a decorator, written as one
         self.dtypes = {**self.numbers, **self.dtypes}
         self.reads = {role: where[role] for role in self.defaults if role in where.keys() - written}
         self.roles = {**self.writes, **self.reads}
-        self.optional = {r for r in self.roles if self.defaults[r] is None or r in self.unset}
+        # the number of an operator that may be unary
+        numbers = {n for n in self.numbers if n.replace("operand", "op") in self.operators}
+        self.optional = {r for r in self.roles if self.defaults[r] is None} | numbers
 
         def issue(*given: P.args, **named: P.kwargs) -> Any:
             return self.issue(given, named)

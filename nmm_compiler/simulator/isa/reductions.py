@@ -114,7 +114,6 @@ def tensor_partition_reduce(call: Call, dst: Any, op: Any, data: Any) -> None:
     engines="vector",
     operands="data[P F] -> dst[P F], reduce_res[P 1]",
     numbers={"operand0": FLOAT32, "reduce_init": FLOAT32},
-    unset=("operand0",),
     streams="data",
     operators={
         "op0": ARITHMETIC,

@@ -51,13 +51,6 @@ class Advice(Record):
     at_most: bool
     lines: tuple[int, ...] = ()
 
-    def __str__(self) -> str:
-        bound = "at most" if self.at_most else "about"
-        word = "line" if len(self.lines) == 1 else "lines"
-        place = f" ({word} {line_numbers(self.lines)})" if self.lines else ""
-        what = f"{self.seen}{place}: {self.remedy}"
-        return f"{self.unsure}{what} would save {bound} {self.gain_us:.2f} us"
-
     @property
     def unsure(self) -> str:
         """The words before a gain within its error; "" for any other."""
@@ -180,17 +173,9 @@ def advice_table(advice: Sequence[Advice]) -> Part:
     """Return the advice, the largest gain first."""
     if not advice:
         return Line("none of the changes that were tried saves half a percent", "note")
-    rows = [
-        (
-            f"{'<=' if a.at_most else '~'} {a.gain_us:.2f}",
-            line_numbers(a.lines) or "-",
-            f"{a.unsure}{a.seen}: {a.remedy}",
-        )
-        for a in advice
-    ]
+    rows = []
+    for a in advice:  # the first three lines, and that there are more
+        lines = ", ".join(map(str, a.lines[:3])) + (", ..." if len(a.lines) > 3 else "")
+        gain = f"{'<=' if a.at_most else '~'} {a.gain_us:.2f}"
+        rows.append((gain, lines or "-", f"{a.unsure}{a.seen}: {a.remedy}"))
     return Grid.of(("saves us", "lines", "what"), rows, right=("saves us",))
-
-
-def line_numbers(lines: tuple[int, ...]) -> str:
-    """Return the first three lines, and that there are more."""
-    return ", ".join(map(str, lines[:3])) + (", ..." if len(lines) > 3 else "")

@@ -98,11 +98,11 @@ class Timeline:
         last_us = (self.target.dma_engines - 1) * stagger_us(self.target)
         for held in self.held("engine"):
             spans[str(held.row)] += [(held.start, self.end[held.index])]
-        for held in self.held("table"):
-            spans["scalar"] += [(held.start, held.stop)]
-        for held in self.held("dma engines"):
-            stop = held.stop + last_us if held.row == -1 else held.stop
-            spans["dma"] += [(held.start, stop)]
+        spans["scalar"] += [(held.start, held.stop) for held in self.held("table")]
+        spans["dma"] = [
+            (held.start, held.stop + last_us if held.row == -1 else held.stop)
+            for held in self.held("dma engines")
+        ]
         return {name: _covered(found) for name, found in spans.items()}
 
     @property
