@@ -72,8 +72,3 @@ def turned_loads(dtype: str, target: Target) -> list[str]:
     if item_bytes(dtype) == 2 and target.dma_transposes:
         return ["dma", "tensor"]
     return ["tensor"]
-
-
-def by_tensor(*loads: str) -> bool:
-    """Return whether any of these loads transposes its operand on TensorE."""
-    return any(load.startswith("tensor") for load in loads)

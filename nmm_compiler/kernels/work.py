@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from nmm_compiler.kernels.tiling import by_tensor, tiles
+from nmm_compiler.kernels.tiling import tiles
 
 Passes = tuple[int, int]
 """The number of passes, and the columns of each."""
@@ -46,7 +46,7 @@ class Work:
 
         turned: for transposes on TensorE instead: squares of 128 x 128, DMAs, and their run.
         """
-        if by_tensor(how):
+        if how.startswith("tensor"):
             squares, count, run = turned
             self.matmuls.append((squares, 128))
             self.evictions.append((tiles(squares, 4), 512))

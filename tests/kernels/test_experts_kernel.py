@@ -12,7 +12,7 @@ from nmm_compiler.codegen.choose import choose, rank
 from nmm_compiler.errors import CapacityError, OutOfBoundsError, SpecError
 from nmm_compiler.kernels.experts import ExpertsSpec
 from nmm_compiler.kernels.experts.schedule import ExpertsSchedule
-from nmm_compiler.kernels.linear import AdaptersSpec, MatmulSpec
+from nmm_compiler.kernels.linear.specs import AdaptersSpec, MatmulSpec
 from nmm_compiler.targets import get
 
 GPT_OSS = "gate_up_bias down_bias limit=7.0 slope=1.702 plus=1.0 halves=interleaved"

@@ -429,21 +429,18 @@ def half(layer: Layer, split: str) -> Layer:
         return made.each(lambda one: dataclasses.replace(one, cut=0 if one.rows else 1))
     sums = halves_x(layer)
 
-    def outputs(weight: Weight) -> Weight:
-        cut = 1 if weight.layout == "row" else 0
-        return dataclasses.replace(weight, n=weight.n // 2, cut=cut) if weight.k else weight
-
-    def inputs(weight: Weight, whole: bool) -> Weight:
-        if whole or not weight.k:
-            return weight
-        cut = 0 if weight.layout == "row" else 1
-        return dataclasses.replace(weight, k=weight.k // 2, cut=cut)
+    def cut(weight: Weight, dim: int) -> Weight:
+        """Return half of a weight, of its inputs, 0, or of its outputs, 1."""
+        along = dim if weight.layout == "row" else 1 - dim
+        size = {"n": weight.n // 2} if dim else {"k": weight.k // 2}
+        return dataclasses.replace(weight, cut=along, **size) if weight.k else weight
 
     def of(linear: Linear, whole: bool) -> Linear:
         pair = linear.low_rank
-        pair = dataclasses.replace(pair, u=inputs(pair.u, whole), v=outputs(pair.v))
+        u = pair.u if whole else cut(pair.u, 0)
         return dataclasses.replace(
-            linear, n=linear.n // 2, weight=outputs(linear.weight), low_rank=pair,
+            linear, n=linear.n // 2, weight=cut(linear.weight, 1),
+            low_rank=dataclasses.replace(pair, u=u, v=cut(pair.v, 1)),
             cut=1 if linear.rows else 0,
         )  # fmt: skip
 

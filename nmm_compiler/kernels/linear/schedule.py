@@ -21,7 +21,6 @@ from nmm_compiler.kernels.tiling import (
     ORDERS,
     RUNS,
     STRIDED,
-    by_tensor,
     chunk_rows,
     item_bytes,
     tiles,
@@ -470,7 +469,7 @@ def work(layer: Layer, schedule: LinearSchedule) -> Work:
     first, total = made.weights()[0], layer.m * layer.k * x_size
     chunk, first_size = min(first.chunk, first.k), weight_bytes(layer.format_of(first))
     panel = min(made.results[0].last.block, made.results[0].n)
-    turned = by_tensor(made.x_load)
+    turned = made.x_load.startswith("tensor")
     done = Work(
         lead_bytes=int(chunk * (tokens * x_size + min(first.block, first.n) * first_size)),
         lead_passes=(4 * (layer.norm != "none"), tiles(min(layer.m, 512) * layer.k, 128)),
