@@ -126,54 +126,29 @@ def data_flow(spec: AttentionSpec, schedule: AttentionSchedule) -> tuple[str, ..
 
 
 def work(spec: AttentionSpec, schedule: AttentionSchedule) -> Work:
-    """Count the work of the engines; see `Work`."""
-    size, parts, groups = item_bytes(spec.dtype), spec.parts, spec.groups
-    if not spec.decode:
-        return _prefill_work(spec, size, parts, groups)
-    keys = spec.cache_tiles
-    chunk = min(_CHUNK, keys)
-    loads = groups * tiles(keys, chunk) // (1 if schedule.loop else spec.together)
-    per_chunk = 128 * chunk * spec.d * size * (1 if schedule.loop else spec.together)
-    each = spec.columns * spec.d * size
-    made = Work(lead_bytes=per_chunk, tail_matmuls=(chunk * parts, 64), tail_bytes=each)
-    passes = tiles(keys, schedule.pack)
-    made.matmuls.append((2 * groups * passes * parts, schedule.pack * spec.columns))
-    made.evictions.append((groups * tiles(keys * spec.columns, _BANK) * 4, _BANK))
-    made.evictions.append((groups * 18, 64))  # maxima, sums, the result
-    runs = {"row": chunk * spec.d * size, "col": 128 * chunk * size}
-    for layout in (spec.k_layout, "row"):
-        made.move(loads * per_chunk, loads, runs[layout])
-    if spec.k_layout == "row":
-        made.matmuls.append((groups * passes * parts, 128))
-        made.evictions.append((groups * parts * tiles(passes, 8), _BANK))
-    made.move(2 * groups * each, 2 * groups, spec.d * size)
-    return made
-
-
-def _prefill_work(spec: AttentionSpec, size: int, parts: int, groups: int) -> Work:
-    heads, q_tiles, keys = groups * spec.group, tiles(spec.m, 128), tiles(spec.context, 128)
-    # tiles of 128 queries by 128 keys: half of the diagonal ones, and of the window's first, is
-    # computed in vain
-    seen = min(q_tiles * keys, tiles(spec.pairs, 128 * 128) + q_tiles * (2 if spec.window else 1))
+    """Count the work of the engines; see `Work`. A tile of 128 keys meets the columns of a pass."""
+    size, heads, keys = item_bytes(spec.dtype), spec.groups * spec.group, spec.cache_tiles
+    if spec.decode:
+        met, columns = spec.groups * tiles(keys, schedule.pack), schedule.pack * spec.columns
+        chunk, queries = min(_CHUNK, keys), spec.groups
+        loads = spec.groups * tiles(keys, chunk) // (1 if schedule.loop else spec.together)
+    else:
+        rows, columns = tiles(spec.m, 128), 128
+        # half of the diagonal ones, and of the window's first, is computed in vain
+        seen = tiles(spec.pairs, 128 * 128) + rows * (2 if spec.window else 1)
+        met, queries = heads * min(rows * keys, seen), heads * rows
+        chunk, loads = 1, spec.groups * tiles(keys, 4)
+    row, held = spec.d * size, 128 * keys * spec.d * size
     made = Work(
-        lead_bytes=(min(spec.context, _BANK) + 128) * spec.d * size,
-        tail_matmuls=(2 * spec.bank_tiles, 128),
-        tail_bytes=min(spec.m, 128) * spec.d * size,
-    )
-    made.matmuls.append((heads * seen * (1 + parts), 128))
-    made.matmuls.append((heads * seen, spec.d + 1))
-    passes = 5 if spec.soft_cap else 3
-    made.evictions.append((heads * tiles(seen * 128, spec.section) * passes, spec.section))
-    how = "tensor" if spec.k_layout == "row" else "rows"
-    for load, count, each in (
-        ("tensor", heads * q_tiles, 128),
-        (how, groups * tiles(spec.context, _BANK), min(_BANK, spec.context)),
-    ):
-        turned = count * parts * tiles(each, 128), count, spec.d * size
-        made.load(load, count * each * spec.d * size, count, spec.d * size, turned)
-    v_bytes = groups * spec.context * spec.d * size
-    made.move(v_bytes, groups * tiles(spec.context, _BANK), spec.d * size)
-    made.move(heads * spec.m * spec.d * size, heads * q_tiles, spec.d * size)
+        lead_bytes=min(held, 128 * 4 * chunk * row), tail_matmuls=(2 * spec.parts, columns),
+        tail_bytes=columns * row,
+    )  # fmt: skip
+    # scores, and weighted values; the keys in rows, or the weights, that TensorE turns
+    turned = met * spec.parts if spec.k_layout == "row" or not spec.decode else 0
+    made.matmuls += [(2 * met * spec.parts, columns), (turned, 128)]
+    made.evictions.append((tiles(met * columns, _BANK) * (6 if spec.soft_cap else 4), _BANK))
+    made.move(2 * spec.groups * held, 2 * loads, chunk * row)
+    made.move(2 * heads * spec.m * row, 2 * queries, row)
     return made
 
 
