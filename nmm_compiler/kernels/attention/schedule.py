@@ -146,7 +146,8 @@ def work(spec: AttentionSpec, schedule: AttentionSchedule) -> Work:
     # scores, and weighted values; the keys in rows, or the weights, that TensorE turns
     turned = met * spec.parts if spec.k_layout == "row" or not spec.decode else 0
     made.matmuls += [(2 * met * spec.parts, columns), (turned, 128)]
-    made.evictions.append((tiles(met * columns, _BANK) * (6 if spec.soft_cap else 4), _BANK))
+    passes = tiles(met * columns, _BANK) * (6 if spec.soft_cap else 4)
+    made.evictions += [(passes, _BANK), (18 * spec.groups, 64)]  # maxima, sums, the result
     made.move(2 * spec.groups * held, 2 * loads, chunk * row)
     made.move(2 * heads * spec.m * row, 2 * queries, row)
     return made
