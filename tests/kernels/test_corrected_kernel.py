@@ -111,8 +111,8 @@ def test_h_is_there_until_a_plain_weight_behind_its_factors_has_read_it():
     """Of 14,336 features it fills half of SBUF beside the panels of down."""
     spec = CorrectedMLPSpec(m=128, k=4096, n=14336, rank=32, weight="fp8")
     for choice in rank_schedules(spec, get("trn3")):
-        *_, last = choice.schedule.stages(spec.layer)
-        assert last["h"] == 2 * 128 * 14336 // 128
+        held = choice.schedule.buffers(choice.schedule.plan(spec.layer))
+        assert held["h"] == (1, 3, 2 * 128 * 14336 // 128)
 
 
 def test_x_is_quantized_once_and_every_product_of_a_step_is_in_one_sum():

@@ -146,22 +146,7 @@ class LinearSchedule(Schedule):
             parts=parts_of(weight, columns, 128 * apart) if narrow else 1,
         )
 
-    def stages(self, layer: Layer) -> list[dict[str, int]]:
-        """Return bytes per partition of each SBUF buffer, of each stage of the kernel.
-
-        A stage computes p, then the results or h, then p behind h, then the result behind h.
-        """
-        made = self.plan(layer)
-        buffers = self._buffers(made)
-        stages = (
-            [0] * bool(made.factors) + [1] + [2] * bool(made.down_pairs) + [3] * bool(made.h_tiles)
-        )
-        return [
-            {name: size for name, (first, last, size) in buffers.items() if first <= stage <= last}
-            for stage in stages
-        ]
-
-    def _buffers(self, made: Layer) -> dict[str, tuple[int, int, int]]:
+    def buffers(self, made: Layer) -> dict[str, tuple[int, int, int]]:
         """Return the first and the last stage of each buffer, and its bytes per partition."""
         tokens, kept = self.tokens(made), item_bytes(made.kept_dtype)
         down, pair, dense = made.down, made.down.low_rank, any(one.weight.k for one in made.linears)
@@ -258,8 +243,16 @@ class LinearSchedule(Schedule):
         return 2 * max(turned, default=0) * each
 
     def sbuf_bytes(self, layer: Layer) -> dict[str, int]:
-        """Return bytes per partition of each SBUF buffer, of the stage that needs most."""
-        return max(self.stages(layer), key=lambda held: sum(held.values()))
+        """Return bytes per partition of each SBUF buffer, of the stage that needs most.
+
+        A stage computes p, then the results or h, then p behind h, then the result behind h.
+        """
+        buffers = self.buffers(self.plan(layer)).items()
+        stages = [
+            {name: size for name, (first, last, size) in buffers if first <= stage <= last}
+            for stage in range(4)
+        ]
+        return max(stages, key=lambda held: sum(held.values()))
 
     def check(self, spec: Any, target: Target) -> None:
         """Raise CapacityError, SpecError or UnknownNameError unless legal for spec and target."""
