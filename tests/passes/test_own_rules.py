@@ -1,5 +1,6 @@
 """Rules of users: two functions or a class, through every entrance, and what they report."""
 
+import functools
 import re
 import sys
 from pathlib import Path
@@ -202,6 +203,7 @@ def normed(function, dtype):
     return Model(lambda p, x: function(x, p.w, p.b), **parts)
 
 
+@functools.cache
 def _norms():
     rms = nmm.rule(
         lambda x, w, eps=1e-6: F.rms_norm(x, x.shape[-1:], w, eps),
