@@ -121,12 +121,6 @@ def in_place(x, w, bias, a, b, gains, index):
     return y * 2
 
 
-def without_a_name(x, w, bias, a, b, gains, index):
-    y = F.linear(x, w, bias)
-    y.add_(torch.einsum("br,bor->bo", torch.einsum("bi,boi->bo", x, a[index]), b[index]))
-    return y * 2
-
-
 def two_names(x, w, bias, a, b, gains, index):
     y = F.linear(x, w, bias)
     z = y.add_(torch.einsum("br,bor->bo", torch.einsum("bi,boi->bo", x, a[index]), b[index]))
@@ -162,7 +156,6 @@ GATHERED = [
     einsum,
     rows,
     in_place,
-    without_a_name,
     two_names,
     buffered,
     sequences,
