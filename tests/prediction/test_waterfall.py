@@ -70,10 +70,6 @@ def test_what_would_change_it_is_predicted_again():
     assert not found["stack nxdi"].told_apart
     assert found["one launch a layer"].us < base.tpot_us
     assert "what would change it" in str(made)
-    assert "no run of it that could judge it" in str(STACKS["torchneuron"])
-    assert "nki-library for attention, q/k/v and MLP" in str(STACKS["nxdi"])
-    assert "stack own: one program a token" in str(made)
-    assert "5 published decodes of it predicted within 15%" in str(STACKS["vllm-optimum"])
     assert plan(CONFIG, forms=("bf16",), batches=(1, 2), price="closed_form").changes == ()
 
 
