@@ -11,7 +11,7 @@ from nmm_compiler.errors import ModelError, OptionTypeError
 from nmm_compiler.prediction import forms as forms_module
 from nmm_compiler.prediction.forms import read_form
 from nmm_compiler.prediction.model import Line, Memory, ModelPrediction, Phase
-from nmm_compiler.prediction.plan import Plan, layer_gains, plan
+from nmm_compiler.prediction.plan import Plan, layer_gains, plan, settings
 from nmm_compiler.prices import kernel as latency
 from nmm_compiler.targets import get
 
@@ -125,18 +125,18 @@ def test_the_command_writes_table_page_and_figures(tmp_path, monkeypatch, nmm):
 
 
 def test_cores_that_share_a_model_have_two_physical_ones(tmp_path, nmm):
-    """--tp 1,2,4 --lnc 2: each degree holds less; a logical core has the memory of two."""
+    """--tp 1,4 --lnc 2: each degree holds less; a logical core has the memory of two."""
     config = tmp_path / "config.json"
     config.write_text(json.dumps(TINY))
-    words = ("--prompt", "16", "--context", "32", "--ratio", "0.3", "--tp", "1,2,4", "--lnc", "2")
+    words = ("--prompt", "16", "--context", "32", "--ratio", "0.3", "--tp", "1,4", "--lnc", "2")
     shown = nmm("plan", config, *words, "--price", "closed_form", "--json", code=0).out
     made = {(one.tp, one.ratio): one for one in Plan.from_json(shown).predictions}
-    assert set(made) == {(tp, ratio) for tp in (1, 2, 4) for ratio in (None, 0.3)}
+    assert set(made) == {(tp, ratio) for tp in (1, 4) for ratio in (None, 0.3)}
     for (tp, ratio), one in made.items():
         assert one.lnc == 2
         assert one.memory.capacity_bytes == 2 * get("trn2").hbm_bytes
         if tp > 1:
-            assert one.memory.weight_bytes < made[tp // 2, ratio].memory.weight_bytes
+            assert one.memory.weight_bytes < made[1, ratio].memory.weight_bytes
 
 
 def test_each_target_is_told_its_form_with_what_was_measured_of_it(monkeypatch):
@@ -166,9 +166,11 @@ def test_each_target_is_told_its_form_with_what_was_measured_of_it(monkeypatch):
     assert saved > 0.4 * fp8.memory.weight_bytes * 0.9
 
 
-def test_a_saved_low_rank_model_is_no_form_whose_quality_is_known():
+def test_a_saved_low_rank_model_is_no_form_whose_quality_is_known(monkeypatch):
     ranks = {f"model.layers.{i}.mlp.down_proj": 32 for i in range(2)}
     saved = {**TINY, "quantization_config": {"quant_method": "nmm_lowrank", "ranks": ranks}}
+    of_weights = lambda base: {k: v for k, v in settings(base).items() if "weights" in v}  # noqa: E731
+    monkeypatch.setattr("nmm_compiler.prediction.plan.settings", of_weights)
     shown = plan(saved, targets=("trn2",), forms=("bf16", "fp8"), price="closed_form")
     assert [p.form for p in shown.predictions] == ["lowrank", "lowrank fp8"]
     assert shown.best_form("trn2") is None
