@@ -245,17 +245,25 @@ def test_linears_of_one_x_are_one_call(format, target, scale):
     assert (got - expected).norm() <= bound * expected.norm()
 
 
+CALLS = 256, 5, [], {"shared_x": 1, "corrected_mlp": 1}  # q, k and v; the MLP
+# before q, k and v, and before the MLP
+NORMS = 512, 1, ["+norms"], {"norm": 2, "residual": 2}
+
+
 @pytest.mark.parametrize(
-    ("format", "target", "factors"),
-    [("mxfp4", "trn3", None), ("mxfp4", "trn3", "fp8"), ("fp8", "trn2", None)],
-)
-@pytest.mark.parametrize(
-    ("hidden", "tokens", "rules", "counts"),
+    ("format", "target", "factors", "hidden", "tokens", "rules", "counts"),
     [
-        # q, k and v; the MLP
-        (256, 5, [], {"shared_x": 1, "corrected_mlp": 1}),
-        # before q, k and v, and before the MLP
-        (512, 1, ["+norms"], {"norm": 2, "residual": 2}),
+        ("mxfp4", "trn3", "fp8", *CALLS),
+        ("mxfp4", "trn3", None, *NORMS),
+        ("fp8", "trn2", None, *NORMS),
+        *(
+            pytest.param(*one, marks=pytest.mark.long)
+            for one in (
+                ("mxfp4", "trn3", None, *CALLS),
+                ("fp8", "trn2", None, *CALLS),
+                ("mxfp4", "trn3", "fp8", *NORMS),
+            )
+        ),
     ],
 )
 @torch.no_grad()
