@@ -120,10 +120,16 @@ def times(x: Tensor, given: Given, name: str, some: Any) -> Tensor:
         letter: one.wide(x.dtype).mT if one.layout == "col" else one.wide(x.dtype)
         for letter, one in weights.items()
     }
+
+    def product(first: Tensor) -> Tensor:
+        """Return x times a matrix; either may be filled up with zeros, as blocks are."""
+        k = min(x.shape[-1], first.shape[-2])
+        return x[..., :k] @ first[..., :k, :]
+
     if "w" in wide:
-        y = x @ wide["w"][..., : x.shape[-1], :]  # blocks are filled up with zeros
+        y = product(wide["w"])
     if "u" in wide:
-        y = y + (x @ wide["u"]) @ wide["v"]
+        y = y + product(wide["u"]) @ wide["v"]
     bias = given[f"{name}_bias"]
     if bias is not None:
         y = y + (bias[some].unsqueeze(1) if isinstance(some, Tensor) else bias[some])
