@@ -361,13 +361,13 @@ class Call:
         first = chains[0].first
         weights = [weight for chain in chains for weight in chain.factors]
         plain = all(map(_has_a_bias_at_most, chains))
-        note = (
-            f"{stored[0].format} factors are dequantized at each call: {reason}" if reason else ""
-        )
         why = "" if plain else "more than a bias stands beside its products"
         stored = read_factors(c, weights, c.dtype(final), why)
         reason = stored[0].reason if stored else ""
         left = iter(() if reason else stored)
+        note = (
+            f"{stored[0].format} factors are dequantized at each call: {reason}" if reason else ""
+        )
         read = ((one, dict(zip(one.letters, left, strict=False))) for one in chains)
         chains = [dataclasses.replace(one, bits=bits) for one, bits in read]
         source = best_source(c, first.x, first.x_dims, first.weight.k, final)
@@ -577,9 +577,6 @@ class Call:
             "r": chain.r if len(chains) == 1 else "+".join(ranks),
             "n": "+".join(str(one.n) for one in self.members) or chain.n,
             "chains": sum(1 + len(one.more) for one in counted),
-            "fp8 factors are read as stored: a byte an element": (
-                not self.format and any(one.bits for one in self.chains)
-            ),
             "activation": self.activation,
             **{name: value for name, value in said.items() if value},
         }
@@ -591,6 +588,9 @@ class Call:
         dense = [one.bits["w"] for one in self.chains if self.format]
         said = {
             self.note: self.note,
+            "fp8 factors are read as stored: a byte an element": (
+                not self.format and any(one.bits for one in self.chains)
+            ),
             "a factor is dequantized or made of stored weights at each call": any(
                 key in c.made or c.base(key)[0] in c.quantized for key in read
             ),
