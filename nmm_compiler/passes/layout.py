@@ -18,7 +18,7 @@ from nmm_compiler.passes.chains.chain import is_whole_feature
 from nmm_compiler.passes.chains.safety import readings, real_users
 from nmm_compiler.passes.emit.calls import Call, source_over_raw
 from nmm_compiler.passes.graph import views
-from nmm_compiler.passes.graph.canonical import Canonical, owner_of
+from nmm_compiler.passes.graph.canonical import Canonical, Key, owner_of
 from nmm_compiler.passes.graph.read_graph import TURNED
 from nmm_compiler.passes.graph.torch_names import target_name
 from nmm_compiler.passes.graph.views import Dims
@@ -35,13 +35,11 @@ def assign_layouts(c: Canonical, matches: list[Match]) -> None:
     result.
     """
     calls = [m.data for m in matches if isinstance(m.data, Call)]
-    readers: dict[fx.Node, list[Call]] = {}
+    readers: dict[Key, list[Call]] = {}
     for call in calls:
-        if call.source.is_col():
-            call.x_layout = "col"
-        base = c.base(call.source.key)[0]
-        if isinstance(base, fx.Node):
-            readers.setdefault(base, []).append(call)
+        for one in (call, *call.members) if call.source.is_col() else ():
+            one.x_layout = "col"
+        readers.setdefault(c.base(call.source.key)[0], []).append(call)
     for match in matches:
         call = match.data
         if isinstance(call, Call) and call.is_whole and call.final not in readers:
@@ -66,8 +64,8 @@ def _decide(c: Canonical, made: Call, readers: list[Call]) -> None:
         return
     fitting = [one for one in readers if source_over_raw(c, made, one.source) is not None]
     covered = {node for reader in fitting for node in reader.covered}
-    made.unread = bool(fitting) and all(user in covered for _, user in readings(c, made.final))
-    if made.unread or is_col(made.out_dims, made.n):
+    only_read_so = bool(fitting) and all(user in covered for _, user in readings(c, made.final))
+    if only_read_so or is_col(made.out_dims, made.n):
         made.out_layout = "col"
         for reader in fitting:
             reader.turned = True

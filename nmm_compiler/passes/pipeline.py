@@ -214,13 +214,11 @@ class Attempt:
         finals = [one.final for one in results] or [match.node]
         try:
             new = rule.rewrite(self.c, match, editor)
-            if not (results and results[0].unread):
-                if not isinstance(new, fx.Node):
-                    said = f"rewrite returned {new!r}; return the node that takes the match's place"
-                    raise TypeError(said)
-                editor.replace(match.node, new)
-            replaced = ((old.name, editor.replaced.get(old)) for old in finals)
-            match.emitted = tuple((old, one.name) for old, one in replaced if one is not None)
+            if not isinstance(new, fx.Node):
+                said = f"rewrite returned {new!r}; return the node that takes the match's place"
+                raise TypeError(said)
+            editor.replace(match.node, new)
+            match.emitted = tuple((old.name, editor.replaced[old].name) for old in finals)
             match.added = tuple(node.name for node in editor.added[before:])
             if results:
                 made = dict.fromkeys(one.out_layout for one in results)

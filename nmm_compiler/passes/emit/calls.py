@@ -214,9 +214,7 @@ class Source:
     def tokens(self) -> Dims:
         """Return the token dimensions in the order they have in the value."""
         rests = (tuple(a for a in dim if a.axis != FEATURE) for dim in self.dims)
-        out = tuple(rest for rest, dim in zip(rests, self.dims, strict=True) if rest or not dim)
-        alone = self.k == 1 and out[-1:] == ((),)  # the feature dimension itself, of size 1
-        return out[:-1] if alone else out
+        return tuple(rest for rest, dim in zip(rests, self.dims, strict=True) if rest or not dim)
 
     def is_row(self) -> bool:
         """Return whether the value is [tokens..., k] as it is."""
@@ -329,9 +327,8 @@ class Call:
     several. members: the calls of one chain each that this is in place of. format: of dense weights
     of few bits that the op has beside branches, "" for other weights. rounded: x, where it is fp8
     numbers. note: how weights of eight bits are read. turned: x is the "col" result of another
-    call. unread: calls that read the result as "col" are all that reads it. said: keywords of a
-    norm of x that is inside; ends: its vectors, and a residual of the result's shape, by the op's
-    names.
+    call. said: keywords of a norm of x that is inside; ends: its vectors, and a residual of the
+    result's shape, by the op's names.
     """
 
     op: str
@@ -348,7 +345,6 @@ class Call:
     x_layout: str = "row"
     out_layout: str = "row"
     turned: bool = False
-    unread: bool = False
     said: dict[str, Any] = field(default_factory=dict)
     ends: dict[str, Key] = field(default_factory=dict)
 
@@ -444,15 +440,11 @@ class Call:
             node = editor.raw[owner_of(editor.c.base(self.source.key)[0])]
         else:
             node = self.x_node(editor)
-        if self.x_layout == "row" and self.source.is_row():
-            return node
         return editor.arrange(node, self.source.dims, self.dims(self.source.k, self.x_layout))
 
     @property
     def lead(self) -> Dims:
         """The token dimensions of a "row" result; all tokens in one where x is "col"."""
-        if self.x_layout == "row" and self.source.is_row():
-            return self.source.dims[:-1]
         tokens = self.source.tokens()
         return tokens if self.x_layout == "row" else (tuple(a for d in tokens for a in d),)
 
@@ -533,29 +525,23 @@ class Call:
             editor.hoist()
         x = self.prepare_x(editor)
         given, results = {"x": x, **self.named(editor)}, self.results()
-        for one in results:
-            one.x_layout = self.x_layout
         values = [one.result_value(editor, x) for one in results]
         parts = zip(results, self._op_call(editor, given, values), strict=True)
         first, *others = [one.finish(editor, part) for one, part in parts]
         for one, new in zip(results[1:], others, strict=True):
-            if not one.unread:
-                editor.replace(one.final, new)
+            editor.replace(one.final, new)
         return first
 
     def finish(self, editor: Editor, y: fx.Node) -> fx.Node:
         """Bring a result to the dimensions and strides of the node it replaces, and add what stays
         outside of the kernel."""
         editor.raw[self.final] = y
-        if self.unread:
-            return y
         y = editor.arrange(y, self.dims(self.n, self.out_layout), self.out_dims)
         y = editor.like(y, self.final)
         if self.chain.addend is None:
             return y
         addend, factor = self.chain.addend
-        more = {} if factor == 1.0 else {"alpha": factor}
-        return editor.call(aten.add.Tensor, y, editor.node(addend), **more)
+        return editor.call(aten.add.Tensor, y, editor.node(addend), alpha=factor)
 
     def info(self) -> dict[str, Any]:
         """Return what a report says about the call; n: of a gated MLP, features of gate and up."""

@@ -91,8 +91,8 @@ class Match:
     nodes are all that it replaces. data belongs to the rule. notes are remarks for the user
     (how weights are read). length is the number of terms of its
     contractions; emitted has, for each result, the name of the node that was replaced and of the
-    one that took its place; a result that is only read transposed has none. added: names of the
-    nodes that the rewrite added, some of which may have gone since.
+    one that took its place. added: names of the nodes that the rewrite added. Some of these may
+    have gone since, as what takes the place of a result that is only read transposed.
     """
 
     rule: str
