@@ -225,8 +225,8 @@ class Attempt:
                 match.info |= {"x_layout": call.x_layout, "out_layout": ",".join(made)}
             return
         except NotEmittedError as error:
-            why = Declined.of(rule.name, error.refusal, match.node, self.faults.graph)
-            self.refused.append(why)
+            (why,) = error.args
+            self.refused.append(Declined.of(rule.name, why, match.node, self.faults.graph))
         except Exception as error:  # kept, or raised again
             self.faults.keep(error, "emitting", match.node, rule)
         self.dropped = True

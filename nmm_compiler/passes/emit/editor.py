@@ -34,11 +34,10 @@ STRIDE_READERS = frozenset({"view", "as_strided", "stride", "is_contiguous", "vi
 
 
 class NotEmittedError(Exception):
-    """A match cannot be written as nodes of the graph; `refusal` says why. Never leaves a pass."""
+    """A match cannot be written as nodes of the graph; its argument is the refusal that says why.
 
-    def __init__(self, refusal: Refusal) -> None:
-        super().__init__(refusal.reason)
-        self.refusal = refusal
+    Never leaves a pass.
+    """
 
 
 class Editor:
