@@ -103,9 +103,7 @@ def reproducer(
         copies[node] = piece.node_copy(node, lambda n: copies[n])
     # assertions of torch.export have no readers
     read_behind = {n for n in nodes if any(u.op == "output" or u.users for u in {*n.users} - taken)}
-    kept = [n for n in nodes if n.name == match.name or n in read_behind]
-    results = tuple(copies[n] for n in kept)
-    piece.output(results[0] if len(results) == 1 else results)
+    piece.output(tuple(copies[n] for n in nodes if n.name == match.name or n in read_behind))
     called = {copies[n]: fetch_attribute(inner, str(n.target)) for n in nodes
               if n.op == "call_module"}  # fmt: skip
     for copy in called:
