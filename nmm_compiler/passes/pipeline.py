@@ -104,9 +104,8 @@ class Attempt:
         if self.c.effects.writers and follow_writes(self.c):
             self.c = read_graph(*given)
         holders = self.module.graph.find_nodes(op="placeholder")
-        if len(holders) == len(self.inputs or ()):
-            for holder, value in zip(holders, self.inputs or (), strict=True):
-                self.c.note_subclass(holder, value)
+        for holder, value in zip(holders, self.inputs or (), strict=False):
+            self.c.note_subclass(holder, value)
 
     def match(self) -> None:
         """Ask each rule, in order, at each node, last node first; the first match stays."""
