@@ -90,17 +90,13 @@ def calls_bring(predicted: Iterable[dict[str, Any]]) -> str:
 
 
 def _sentence(priced: list[Ways], what: str, **said: Any) -> str:
-    """Return the headline of computations one after the other; "" for none."""
+    """Return the headline of computations one after the other, on one target; "" for none."""
     if not priced:
         return ""
     gain = sum(times.dense or 0.0 for times in priced) / sum(times.low for times in priced)
     tokens = max(times.tokens for times in priced)
-    sources = {times.source.replace("_", " ") for times in priced}
-    targets = {times.target for times in priced}
-    where = (
-        f"({counted(tokens, 'token')}, {', '.join(sorted(sources))}) on "
-        f"{', '.join(sorted(targets))}"
-    )
+    source = priced[0].source.replace("_", " ")
+    where = f"({counted(tokens, 'token')}, {source}) on {priced[0].target}"
     error = max(times.error for times in priced)
     return headline([(gain, what)], where, error=error, **said)
 
