@@ -608,19 +608,14 @@ def read_with_function(
     """
     weight_is_rhs = c.is_weight(form.rhs)
     data = form.lhs if weight_is_rhs else form.rhs
-    if c.is_constant(data) or not (weight_is_rhs or c.is_weight(form.lhs)):
-        return None
-    walk, end = trace_back(c, data)
+    walk, _ = trace_back(c, data)
     function = c.forms[walk.key]
-    if not isinstance(end, Refusal) or not isinstance(function, kind) or walk.steps:
+    if not isinstance(function, kind) or not _has_kernel(function) or walk.steps:
         return None
-    second = read_stage(c, key, form, weight_is_rhs)
-    if not _has_kernel(function) or isinstance(second, Refusal):
+    second, inside = read_stage(c, key, form, weight_is_rhs), walk.to(c, operands(function)[0])
+    if isinstance(second, Refusal) or inside is None:
         return None
     if isinstance(function, Norm) and axes_over(second, walk.dims)[0] != c.whole(walk.key)[-1]:
-        return None
-    inside = walk.to(c, operands(function)[0])
-    if inside is None:
         return None
     walk, first = trace_on(c, inside)
     if not isinstance(first, Product) or not is_low(c, first, second):
