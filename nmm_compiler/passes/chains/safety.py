@@ -248,7 +248,8 @@ def crossed(
         return Refusal("mutation", "an inner value is written in place", seen)
     start, end = min(effects.position[n] for n in nodes), effects.position[final]
     if effects.in_transform(start, end):
-        return in_transform(final)
+        inside = "the chain stands inside a functorch transform, or crosses one"
+        return Refusal("region", inside, final)
     barrier = effects.crossed(start, end, [*covered, *map(owner_of, keys)], nodes)
     if barrier is None:
         return None
@@ -257,15 +258,6 @@ def crossed(
         return Refusal("region", edge, barrier.node)
     memory = "memory of an operand or an inner value is written between the products"
     return Refusal("mutation", memory, barrier.node)
-
-
-def in_transform(node: fx.Node) -> Refusal:
-    """Refuse nodes inside a functorch transform: an op there has no tangent, or is slow."""
-    return Refusal(
-        "region",
-        "the chain stands inside a functorch transform, or crosses one",
-        node,
-    )
 
 
 # Tokens that a symbolic count stands for: a short prefill.

@@ -153,20 +153,6 @@ class Editor:
 
     # -- sizes ----------------------------------------------------------------------------
 
-    def _size_arguments(self, shape: Sequence[Size], near: fx.Node) -> list[Any]:
-        """Return ints, and nodes for symbolic sizes; -1 for the only one, or one that no node
-        holds."""
-        several = sum(not isinstance(size, int) for size in shape) > 1
-        known = self._symbolic_sizes(near) if several else {}
-        arguments = list[Any]()
-        for size in shape:
-            held, dim = (size, None) if isinstance(size, int) else known.get(size, (-1, None))
-            arguments.append(held if dim is None else self.call(aten.sym_size.int, held, dim))
-        if arguments.count(-1) > 1:
-            why = f"sizes of a reshape to {list(shape)} stand nowhere in the graph"
-            raise NotEmittedError(Refusal("shape", why, self.at))
-        return arguments
-
     def _symbolic_sizes(self, near: fx.Node) -> dict[Size, tuple[Any, int | None]]:
         """Return the first node, `near` or one above, that holds each symbolic size: a SymInt, or a
         dimension."""
@@ -183,10 +169,22 @@ class Editor:
     # -- rearranging ----------------------------------------------------------------------
 
     def reshape(self, node: fx.Node, shape: Sequence[Size]) -> fx.Node:
-        """Reshape, unless the shape is there already."""
+        """Reshape, unless the shape is there already.
+
+        Symbolic sizes are nodes; -1 is the only one, or one that no node holds.
+        """
         if tuple(shape) == self.shape(node):
             return node
-        return self.call(aten.reshape.default, node, self._size_arguments(shape, node))
+        several = sum(not isinstance(size, int) for size in shape) > 1
+        known = self._symbolic_sizes(node) if several else {}
+        sizes = list[Any]()
+        for size in shape:
+            held, dim = (size, None) if isinstance(size, int) else known.get(size, (-1, None))
+            sizes.append(held if dim is None else self.call(aten.sym_size.int, held, dim))
+        if sizes.count(-1) > 1:
+            why = f"sizes of a reshape to {list(shape)} stand nowhere in the graph"
+            raise NotEmittedError(Refusal("shape", why, self.at))
+        return self.call(aten.reshape.default, node, sizes)
 
     def permute(self, node: fx.Node, order: Sequence[int]) -> fx.Node:
         """Permute, unless the order stays the same."""
