@@ -148,12 +148,15 @@ def read_pattern(rule: PatternRule, ranks: Mapping[str, int], dtype: torch.dtype
     if not isinstance(result, fx.Node):
         raise unreadable_pattern(function, "it returns other than one tensor")
     pattern = Pattern(rule, read_graph(module, collect_values(module, None)), result)
-    if isinstance(pattern.c.forms[pattern.root], Leaf):
-        raise unreadable_pattern(function, "it returns a parameter as it is")
-    if sorted(a for a in pattern.axes if a is not None) != list(range(len(pattern.root_shape))):
-        raise unreadable_pattern(function, "its result is reshaped")
-    if pattern.unread:
-        raise unreadable_pattern(function, f"it does not use {', '.join(pattern.unread)} as it is")
+    axes = {*range(len(pattern.root_shape))}
+    faults = {
+        "it returns a parameter as it is": isinstance(pattern.c.forms[pattern.root], Leaf),
+        "its result is reshaped": {*pattern.axes} - {None} != axes,
+        f"it does not use {', '.join(pattern.unread)} as it is": pattern.unread,
+    }
+    for reason, holds in faults.items():
+        if holds:
+            raise unreadable_pattern(function, reason)
     return pattern
 
 
