@@ -134,15 +134,14 @@ def _unlike(node: fx.Node, given: dict[str, Any], q: Any, k: Any, v: Any) -> Ref
         return Refusal("shape", f"operands of shapes {tuple(q)} and {tuple(k)}", node)
     if given.get("dropout_p", 0.0) != 0.0:
         return Refusal("training", f"dropout_p is {given['dropout_p']}", node)
-    reason = ""
-    if given.get("is_causal", False) and q[2] != k[2]:
+    reasons = {
         # PyTorch counts from the first key, the kernel from the last
-        reason = f"{q[2]} causal queries for {k[2]} keys"
-    elif q[1] != k[1] and not given.get("enable_gqa", False):
-        reason = f"{q[1]} heads of q and {k[1]} of k"
-    elif v[-1] != q[-1]:
-        reason = f"values of {v[-1]} features, queries of {q[-1]}"
-    return Refusal("no_kernel", reason, node) if reason else None
+        f"{q[2]} causal queries for {k[2]} keys": given.get("is_causal") and q[2] != k[2],
+        f"{q[1]} heads of q and {k[1]} of k": q[1] != k[1] and not given.get("enable_gqa"),
+        f"values of {v[-1]} features, queries of {q[-1]}": v[-1] != q[-1],
+    }
+    reason = next((text for text, holds in reasons.items() if holds), None)
+    return None if reason is None else Refusal("no_kernel", reason, node)
 
 
 # -- attention that is spelled out ------------------------------------------------------------
