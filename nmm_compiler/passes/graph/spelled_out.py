@@ -52,7 +52,8 @@ _LARGEST_EPS = 0.1
 _BENT = frozenset({"tanh", "sigmoid", "erf", "exp", "softplus", "rsqrt", "sqrt", "pow"})
 _ENDS = frozenset({"mul", "div"})
 _CARRIES = _ENDS | {"add", "sub", "neg", "rsub", "reciprocal"}
-_STEPS = _BENT | _CARRIES | {"square", "mean", "var"}
+_SUMS = frozenset({"mean", "var"})
+_STEPS = _BENT | _CARRIES | _SUMS | {"square"}
 
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
@@ -123,7 +124,8 @@ def _recognized(
     x, known = _known(len(c.sizes(end)))
     with _disable_current_modes():
         made = _evaluated(c, end, root, x, steps)
-        for name, wanted in known.items() if c.dtype(root) == c.dtype(end) else ():
+        alike = c.dtype(root) == c.dtype(end) and _SUMS.isdisjoint(map(target_name, steps))
+        for name, wanted in known.items() if alike else ():
             if _is_same(made, wanted):
                 return Activation(root, name)
         given = {
