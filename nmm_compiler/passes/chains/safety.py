@@ -121,8 +121,6 @@ def refuse(
     nodes: Iterable[fx.Node],
     final: fx.Node,
     operands: Iterable[Key],
-    allowed: Collection[fx.Node] = (),
-    redirected: Iterable[fx.Node] = (),
     also_final: Iterable[fx.Node] = (),
 ) -> Refusal | None:
     """Return why these nodes may not be replaced by one kernel at `final`, or None.
@@ -131,7 +129,7 @@ def refuse(
     are cast to it as they are read.
     """
     keys, nodes = list(operands), list(nodes)
-    why = unsafe(c, nodes, final, keys, allowed, redirected, also_final)
+    why = unsafe(c, nodes, final, keys, also_final=also_final)
     if why is not None:
         return why
     wanted = c.dtype(final)
