@@ -463,7 +463,7 @@ def _sum_over(
     # A summed axis that stays, of size 1, has a label of its own: it is no operand's.
     out = tuple(-1 - len(shape) - i if i in summed else i for i in kept)
     c.helpers[node] = frozenset((source,))
-    return Product(*operands, *labels, out)
+    return Product(operands[0], operands[1], labels[0], labels[1], out)
 
 
 def _where(
