@@ -7,7 +7,7 @@ its stored layout.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,15 @@ class Launch:
 def inputs_of(spec: Any) -> tuple[Any, ...]:
     """Return the operands that a spec's kernel takes; each call of an op asks."""
     return tuple(spec.inputs())
+
+
+def axes_that_differ(some: Sequence[Any], others: Sequence[Any]) -> list[int | None]:
+    """Return the axis in which the shapes of two operands differ, for each pair; None without."""
+    found = []
+    for one, other in zip(some, others, strict=True):
+        sizes = enumerate(zip(one.shape, other.shape, strict=True))
+        found.append(next((axis for axis, (a, b) in sizes if a != b), None))
+    return found
 
 
 def dtype_name(t: Tensor) -> str:

@@ -33,7 +33,7 @@ from nmm_compiler.errors import (
 )
 from nmm_compiler.ops import registration
 from nmm_compiler.ops.call_options import options_of
-from nmm_compiler.ops.launches import Launch, inputs_of
+from nmm_compiler.ops.launches import Launch, axes_that_differ, inputs_of
 from nmm_compiler.ops.lower import lower
 from nmm_compiler.ops.operands import tokens_of
 from nmm_compiler.options import Options
@@ -104,30 +104,31 @@ class KernelExecutor:
 
     def _run(self, launch: Launch, target: str, options: Options) -> Sequence[Tensor]:
         """Launch the kernel once per planned bucket along the tokens; return its results."""
-        if launch.token_axis == "k":
-            (terms,) = KERNELS.plan(launch.spec, target, options, "k")
-            launch = _with_more_terms(launch, terms)
-        if launch.token_axis == "k" or not launch.spec.splits_tokens:
-            return self._launch(launch.spec, launch.operands, target, options)
-        dims = [tensor.token_dim for tensor in inputs_of(launch.spec)]
-        y_tokens = [0 if layout == "row" else 1 for layout in launch.spec.result_layouts()]
+        spec, axis = launch.spec, launch.token_axis
+        if axis == "m" and not spec.splits_tokens:
+            return self._launch(spec, launch.operands, target, options)
         pieces: list[tuple[Tensor, ...]] = []
         start = 0
-        for size in KERNELS.plan(launch.spec, target, options):
-            spec = dataclasses.replace(launch.spec, m=size)
-            used = min(size, launch.spec.m - start)
-            parts = [
+        for size in KERNELS.plan(spec, target, options, axis):
+            part = dataclasses.replace(spec, **{axis: size})
+            used = min(size, getattr(spec, axis) - start)
+            dims = axes_that_differ(inputs_of(spec), inputs_of(part))
+            given = [
                 t if at is None else _padded(t.narrow(at, start, used), at, size - used)
                 for t, at in zip(launch.operands, dims, strict=True)
             ]
-            ys = self._launch(spec, parts, target, options)
-            if used < size:
-                ys = tuple(y.narrow(at, 0, used) for y, at in zip(ys, y_tokens, strict=True))
-            pieces.append(ys)
+            ys = self._launch(part, given, target, options)
+            dims = axes_that_differ(spec.outputs(), part.outputs())
+            pieces.append(
+                tuple(
+                    y if at is None else y.narrow(at, 0, used)
+                    for y, at in zip(ys, dims, strict=True)
+                )
+            )
             start += used
         if len(pieces) == 1:
             return pieces[0]
-        return [torch.cat(ys, at) for *ys, at in zip(*pieces, y_tokens, strict=True)]
+        return [torch.cat(ys, at) for *ys, at in zip(*pieces, dims, strict=True)]
 
     def _launch(
         self, spec: Any, operands: Sequence[Tensor], target: str, options: Options
@@ -152,19 +153,6 @@ def _padded(x: Tensor, dim: int, rows: int) -> Tensor:
         return x.contiguous()
     padding = (0, rows) if dim == x.dim() - 1 else (0, 0, 0, rows)
     return torch.nn.functional.pad(x, padding)
-
-
-def _with_more_terms(launch: Launch, terms: int) -> Launch:
-    """Return a launch of x w that sums over `terms` tokens, those that it lacks being zero."""
-    spec, (x, w, *rest) = launch.spec, launch.operands
-    missing = terms - spec.k
-    if missing == 0:
-        return launch
-    x = _padded(x, 1 if spec.x_layout == "row" else 0, missing)
-    w = _padded(w, 0 if spec.w_layout == "row" else 1, missing)
-    return dataclasses.replace(
-        launch, spec=dataclasses.replace(spec, k=terms), operands=(x, w, *rest)
-    )
 
 
 _simulating = threading.Lock()

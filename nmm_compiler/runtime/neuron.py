@@ -46,6 +46,7 @@ from nmm_compiler.codegen.check_against_float64 import compare, random_arrays
 from nmm_compiler.errors import FileError, NeuronSetupError
 from nmm_compiler.kernels.base import numpy_dtype
 from nmm_compiler.nki_api.lint import oldest_version
+from nmm_compiler.ops.launches import axes_that_differ
 from nmm_compiler.options import neuron_environment
 from nmm_compiler.runtime import machine
 from nmm_compiler.simulator.loading.source_text import read_source, run_source
@@ -361,11 +362,10 @@ def _of_tokens(arrays: Sequence[Any], whole: Any, small: Any, chosen: Any) -> li
     `whole` and `small` are the same operands with all tokens and with the chosen ones, so their
     shapes differ in the axis of the tokens.
     """
-    found = []
-    for array, long, short in zip(arrays, whole, small, strict=True):
-        axes = [i for i, (a, b) in enumerate(zip(long.shape, short.shape, strict=True)) if a != b]
-        found.append(np.take(array, chosen, axis=axes[0]) if axes else array)
-    return found
+    return [
+        array if axis is None else np.take(array, chosen, axis)
+        for array, axis in zip(arrays, axes_that_differ(whole, small), strict=True)
+    ]
 
 
 def several(value: Any) -> tuple[Any, ...]:
