@@ -22,7 +22,6 @@ from nmm_compiler.simulator.beta1.index import Index, Part, affine, arange, box_
 from nmm_compiler.simulator.beta1.instructions import (
     ISSUE,
     Body,
-    copied,
     dma_copied,
     elementwise,
     filled,
@@ -37,7 +36,6 @@ from nmm_compiler.simulator.beta1.instructions import (
     turned_by_dma,
 )
 from nmm_compiler.simulator.beta1.tensor import (
-    OPERATIONS,
     Blocks,
     Tensor,
     alike,
@@ -362,26 +360,6 @@ def _static_cast(name: str, input_data: Any, dtype: Any) -> Any:
     return np.asarray(input_data).astype(kind_of(dtype).numpy)[()]
 
 
-@_named
-def broadcast_to(src: Any, *, shape: Any) -> Tensor:
-    """Return a view of `shape`; one partition becomes many by a product with ones, or by DMA."""
-    tile, shape = tensor_anywhere("broadcast_to", "src", src), tuple(shape)
-    if tile.shape == shape:
-        return tile
-    lead = len(shape) - len(tile.shape)
-    if lead > 0 and (tile.memory == "hbm" or tile.shape[0] == 1):
-        tile = tile.reshape((1,) * lead + tile.shape)
-    return Tensor(stretched(tile, shape, "broadcast_to"))
-
-
-def _spread(row: NkiTensor, partitions: int) -> NkiTensor:
-    """Return a tile with one partition's elements in all partitions."""
-    session().flush()
-    view = copied(row, dtypes.float32) if row.dtype.item_bytes == 1 else row
-    wide = CURRENT["broadcast_to"](view, (partitions, *view.shape[1:]))
-    return wide if wide.dtype == row.dtype else copied(wide, row.dtype)
-
-
 def _update(dst: Tensor, short: str, value: Any) -> Tensor:
     """Do `dst += value` and kin in place; a product onto PSUM is one accumulation there."""
     now, adds = session(), short == "add" and dst.memory == "psum"
@@ -413,6 +391,7 @@ _OWN: dict[str, Body] = {
         "where", "dropout", "gather_flattened", "rand", "random_seed",
     )},
     "expand_dims": lambda name, data, axis: data.expand_dims(axis),
+    "broadcast_to": lambda name, src, shape: tensor_anywhere(name, "src", src).broadcast_to(shape),
     "shared_identity_matrix": lambda name, n, dtype: Tensor(
         base.identity(current(), int(n), kind_of(dtype))
     ),
@@ -437,10 +416,37 @@ def _body(short: str, function: Function) -> Body | None:
 for _name, _call in functions_of("language", "nl", _body).items():
     NAMES[_name] = _call
     setattr(_call, "nki_op", getattr(CURRENT.get(_name), "nki_op", None))  # noqa: B010
-OPERATIONS.update(NAMES)
-OPERATIONS["spread"] = _spread
-OPERATIONS["update"] = _update
-OPERATIONS["invert"] = lambda x: NAMES["logical_not" if x.kind == "bool" else "invert"](x)
+
+
+# Operators and methods of a tensor that compute
+
+
+def _operator(tile: Tensor, name: str, swapped: bool, *others: Any) -> Any:
+    """Do an operator, as the `nki.language` function of that name."""
+    if any(other is None or isinstance(other, str) for other in others):
+        return NotImplemented
+    return NAMES[name](*((*others, tile) if swapped else (tile, *others)))
+
+
+_COMPARISONS = {"lt": "less", "le": "less_equal", "gt": "greater", "ge": "greater_equal",
+                "eq": "equal", "ne": "not_equal"}  # fmt: skip
+_ARITHMETIC = {
+    "add": "add", "sub": "subtract", "mul": "multiply", "truediv": "divide", "pow": "power",
+    "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "lshift": "left_shift",
+    "rshift": "right_shift", "mod": "mod",
+}  # fmt: skip
+_ALONE = {"neg": "negative", "abs": "abs"}
+_METHODS: dict[str, Any] = {
+    "astype": lambda tile, dtype: _copy("astype", tile, dtype),
+    "__invert__": lambda tile: NAMES["logical_not" if tile.kind == "bool" else "invert"](tile),
+}
+for _python, _name in (_COMPARISONS | _ARITHMETIC | _ALONE).items():
+    _METHODS[f"__{_python}__"] = functools.partialmethod(_operator, _name, False)
+for _python, _name in _ARITHMETIC.items():
+    _METHODS[f"__r{_python}__"] = functools.partialmethod(_operator, _name, True)
+    _METHODS[f"__i{_python}__"] = functools.partialmethod(_update, _name)
+for _name, _method in _METHODS.items():
+    setattr(Tensor, _name, _method)
 
 
 # Launch grids and constants

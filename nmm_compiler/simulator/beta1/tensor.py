@@ -12,7 +12,6 @@ instructions stay in program order. What a mask left unwritten is undefined: rea
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import weakref
 from collections.abc import Callable
@@ -45,16 +44,14 @@ from nmm_compiler.simulator.beta1.index import (
 from nmm_compiler.simulator.isa.elementwise import memset, tensor_copy
 from nmm_compiler.simulator.isa.operands import same_view
 from nmm_compiler.simulator.language.base import ndarray, psum, sbuf
-from nmm_compiler.simulator.language.functions import result_of
+from nmm_compiler.simulator.language.functions import broadcast_to, result_of
 from nmm_compiler.simulator.machine import current, kernel_frame, place_instructions
-from nmm_compiler.simulator.tensors.dtypes import DType
+from nmm_compiler.simulator.tensors.dtypes import DType, float32
 from nmm_compiler.simulator.tensors.elements import mark, poisoned_values
 from nmm_compiler.simulator.tensors.registers import Indirection, whole
 from nmm_compiler.simulator.tensors.tensor import NkiTensor, kind_of
 
 Outside = tuple[tuple[int, int, Affine], ...]
-OPERATIONS: dict[str, Callable[..., Any]] = {}
-"""The functions behind operators and methods of a tensor; the language fills it in."""
 Issue = Callable[[NkiTensor, Part], Any]
 """Issues an instruction that writes this view, from this part of its operands."""
 Written = Callable[[NkiTensor], Any]
@@ -346,12 +343,17 @@ class Tensor:
         return Tensor(view)
 
     def broadcast_to(self, shape: Any) -> Tensor:
-        """Return a view of `shape`; dimensions of size 1 repeat."""
-        return OPERATIONS["broadcast_to"](self, shape=shape)
+        """Return a view of `shape`; one partition becomes many by a product with ones, or by DMA.
 
-    def astype(self, dtype: Any) -> Tensor:
-        """Return a copy in another dtype."""
-        return OPERATIONS["copy"](self, dtype=dtype)
+        Free dimensions of size 1 repeat.
+        """
+        tile, shape = self, tuple(shape)
+        if tile.shape == shape:
+            return tile
+        lead = len(shape) - len(tile.shape)
+        if lead > 0 and (tile.memory == "hbm" or tile.shape[0] == 1):
+            tile = tile.reshape((1,) * lead + tile.shape)
+        return Tensor(stretched(tile, shape, "broadcast_to"))
 
     def assert_shape(self, shape: Any) -> Tensor:
         """Return the tensor; raise OperandError unless it has `shape`."""
@@ -359,30 +361,6 @@ class Tensor:
         return self
 
     __array_ufunc__ = None  # operators of NumPy scalars and index expressions leave it to these
-
-    def _operator(self, name: str, swapped: bool, *others: Any) -> Any:
-        """Do an operator, as the `nki.language` function of that name."""
-        if any(other is None or isinstance(other, str) for other in others):
-            return NotImplemented
-        return OPERATIONS[name](*((*others, self) if swapped else (self, *others)))
-
-    def _in_place(self, name: str, other: Any) -> Any:
-        return OPERATIONS["update"](self, name, other)
-
-
-_COMPARISONS = {"lt": "less", "le": "less_equal", "gt": "greater", "ge": "greater_equal",
-                "eq": "equal", "ne": "not_equal"}  # fmt: skip
-_ARITHMETIC = {
-    "add": "add", "sub": "subtract", "mul": "multiply", "truediv": "divide", "pow": "power",
-    "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "lshift": "left_shift",
-    "rshift": "right_shift", "mod": "mod",
-}  # fmt: skip
-_ALONE = {"neg": "negative", "invert": "invert", "abs": "abs"}
-for _python, _name in (_COMPARISONS | _ARITHMETIC | _ALONE).items():
-    setattr(Tensor, f"__{_python}__", functools.partialmethod(Tensor._operator, _name, False))
-for _python, _name in _ARITHMETIC.items():
-    setattr(Tensor, f"__r{_python}__", functools.partialmethod(Tensor._operator, _name, True))
-    setattr(Tensor, f"__i{_python}__", functools.partialmethod(Tensor._in_place, _name))
 
 
 class Blocks(Tensor):
@@ -644,11 +622,20 @@ def stretched(tile: Tensor, shape: Shape, what: str, box: Part = True) -> NkiTen
         tile, shape, what,
     )  # fmt: skip
     if view.shape[0] != shape[0] and tile.memory != "hbm":
-        view = OPERATIONS["spread"](view, shape[0])
+        view = _spread(view, shape[0])
     for d, want in enumerate(shape):
         if view.shape[d] != want:
             view = view.broadcast(d, want)
     return Tensor(view).tile(box)
+
+
+def _spread(row: NkiTensor, partitions: int) -> NkiTensor:
+    """Return a tile with one partition's elements in all partitions."""
+    session().flush()
+    exact = row.dtype.item_bytes > 1
+    view = row if exact else result_of(tensor_copy, row, row, dtype=float32)
+    wide = broadcast_to(view, (partitions, *view.shape[1:]))
+    return wide if exact else result_of(tensor_copy, wide, wide, dtype=row.dtype)
 
 
 def need_broadcast(fits: bool, tile: Tensor, shape: Shape, what: str) -> None:
