@@ -17,7 +17,7 @@ from nmm_compiler.report.headline import not_told
 from nmm_compiler.report.parts import Grid, Line, Part
 from nmm_compiler.simulator.timing.causes import critical_path, waits
 from nmm_compiler.simulator.timing.costs import ENGINE_NAMES, dma_cost
-from nmm_compiler.simulator.timing.evidence import band_of
+from nmm_compiler.simulator.timing.evidence import bands, kernel_class
 from nmm_compiler.simulator.timing.schedule import time_trace
 from nmm_compiler.simulator.timing.timeline import Timeline
 from nmm_compiler.simulator.trace import Instruction, Trace
@@ -81,7 +81,7 @@ def _timed_again(
         remedy=remedy,
         gain_us=timeline.latency_us - again.latency_us,
         gain=timeline.latency_us / max(again.latency_us, 1e-3),
-        error=band_of(timeline.busy_us).mean,
+        error=bands()[kernel_class(timeline.busy_us)].mean,
         at_most=at_most,
         lines=tuple(sorted(set(lines))),
     )

@@ -45,11 +45,6 @@ RULES = {
 """How long an instruction holds its engine, where that is not a pass over its elements."""
 
 
-def elements(instruction: Instruction) -> int:
-    """Return N: the most elements per partition that any tensor operand walks."""
-    return max([1, *(access.elements_per_partition for access in instruction.operands)])
-
-
 def tensor_dtype(instruction: Instruction) -> str:
     """Return the dtype that sets the rate of a product: float32 if an operand is, of any two."""
     dtypes = [access.dtype for access in instruction.reads]
@@ -71,10 +66,8 @@ def tensor_cost(target: Target, instruction: Instruction) -> Cost:
     for a short contraction.
     """
     attributes = instruction.attributes
-    moving = attributes.get("n") or elements(instruction)
-    stationary = attributes.get("m") or target.stationary_free_max_elements
-    columns = max(moving, target.tensor_min_interval_cycles)
-    columns = max(columns, stationary / target.stationary_load_speedup)
+    columns = max(attributes["n"], target.tensor_min_interval_cycles)
+    columns = max(columns, attributes["m"] / target.stationary_load_speedup)
     if tensor_dtype(instruction) == "float32":
         transpose = attributes.get("is_transpose")
         factor = target.fp32_pass_factor
@@ -104,8 +97,9 @@ def other_cost(target: Target, instruction: Instruction, engine: str = "") -> Co
         cycles = 0.0
     else:
         rule = RULES.get(instruction.op, one_pass)
-        cycles = rule(target, instruction, engine, elements(instruction))
         accesses, least = instruction.operands, target.wide_stride_bytes
+        most = max(access.elements_per_partition for access in accesses)
+        cycles = rule(target, instruction, engine, most)
         if any(a.memory != "hbm" and abs(a.inner_step) >= least for a in accesses):
             cycles *= target.wide_stride_factor
     interval = max(

@@ -55,11 +55,6 @@ def mean_error() -> float:
     return sum(band.mean * band.points for band in found) / sum(band.points for band in found)
 
 
-def band_of(busy_us: dict[str, float]) -> ErrorBand:
-    """Return the error band of a kernel's class."""
-    return bands()[kernel_class(busy_us)]
-
-
 def kernel_class(busy_us: dict[str, float]) -> str:
     """Return the class of a kernel by what is busy.
 

@@ -23,7 +23,7 @@ from nmm_compiler.simulator.timing.advice import Advice, advice_table, advise
 from nmm_compiler.simulator.timing.causes import Step, critical_path
 from nmm_compiler.simulator.timing.chrome_trace import write_trace as write_trace
 from nmm_compiler.simulator.timing.costs import US, tensor_dtype
-from nmm_compiler.simulator.timing.evidence import ErrorBand, band_of, unmodelled
+from nmm_compiler.simulator.timing.evidence import ErrorBand, bands, kernel_class, unmodelled
 from nmm_compiler.simulator.timing.regions import distinct_bytes
 from nmm_compiler.simulator.timing.schedule import time_traces
 from nmm_compiler.simulator.timing.timeline import Timeline
@@ -107,7 +107,7 @@ class Profile(Shown, Record):
     @property
     def error_band(self) -> ErrorBand:
         """The errors of predictions for published kernels of this class that were held out."""
-        return band_of(self.engine_busy_us)
+        return bands()[kernel_class(self.engine_busy_us)]
 
     @property
     def timeline(self) -> Timeline:
