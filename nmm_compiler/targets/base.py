@@ -68,12 +68,10 @@ class Target:
     collective_points: tuple[tuple[int, int, float], ...]
 
     # Tile limits
-    stationary_free_max_elements: int
     moving_free_max_elements: int
 
     # TensorE
     tensor_clock_hz: float
-    tensor_rows: int
     tensor_columns: int
     fp32_pass_factor: float
     fp8_double_row: bool
@@ -208,7 +206,7 @@ class Target:
 
     def peak_flops_per_second(self, dtype: str = "bfloat16") -> float:
         """Return dense TensorE FLOP/s for operands of `dtype`."""
-        bf16 = 2.0 * self.tensor_rows * self.tensor_columns * self.tensor_clock_hz
+        bf16 = 2.0 * self.partitions * self.tensor_columns * self.tensor_clock_hz
         if dtype == "float32":
             return bf16 / self.fp32_pass_factor
         if dtype.startswith("mx"):

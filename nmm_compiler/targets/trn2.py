@@ -36,13 +36,9 @@ TARGET = Target.of(
         "all-reduce TP4 8 KiB 13.3 us and 1.8 us trigger; 64 ranks 17.5 us and 100 GB/s",
     ),
     # Tile limits
-    stationary_free_max_elements=documented(128, "nki.isa.nc_matmul: stationary free size <= 128"),
     moving_free_max_elements=documented(512, "nki.isa.nc_matmul: moving free size <= 512"),
     # TensorE
     tensor_clock_hz=documented(2.4e9, "trainium2_arch, trainium3_arch: TensorE clock"),
-    tensor_rows=documented(
-        128, "trainium_inferentia2_arch, trainium2_arch, trainium3_arch: 128 x 128 systolic array"
-    ),
     tensor_columns=documented(
         128, "trainium_inferentia2_arch, trainium2_arch, trainium3_arch: 128 x 128 systolic array"
     ),
