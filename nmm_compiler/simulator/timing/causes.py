@@ -217,15 +217,14 @@ def listings(found: Timeline) -> Iterator[Section]:
     for file in dict.fromkeys(share.file for share in every):
         lines = {share.line: share for share in every if share.file == file}
         texts = linecache.getlines(file) or [""] * max(lines, default=0)
-        rows, bars = [], []
+        rows, bars = [], [0.0] * len(texts)
         for number, text in enumerate(texts, 1):
-            share, figures, part = lines.get(number), ("", "", ""), 0.0
+            share, figures = lines.get(number), ("", "", "")
             if share is not None:
                 moved = f"{share.hbm_bytes / 1e3:,.1f}" if share.hbm_bytes else ""
                 figures = f"{share.path_us:.2f}", f"{share.engine_us:.2f}", moved
-                part = share.path_us / (found.latency_us or 1.0)
+                bars[number - 1] = share.path_us / (found.latency_us or 1.0)
             rows.append((number, *figures, text.rstrip("\n")))
-            bars.append(part)
         head = ("line", "critical us", "engine us", "HBM KB", "source")
         table = Grid.of(head, rows, right=head[:-1], shares=bars)
         yield Section(f"{file}: the time of each line", (table,))
