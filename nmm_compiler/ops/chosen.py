@@ -40,51 +40,6 @@ from nmm_compiler.ops.references import activate, tracing
 from nmm_compiler.ops.stored import Matrix, stored_operands  # which also defines nmm.dequantize
 
 
-def experts(given: Given) -> Tensor:
-    """Return the sum over j of gates[t, j] MLP_i(x[t]), i = index[t, j], as `ExpertsSpec` says it.
-
-    given: the arguments of a call by name.
-
-    gate_up: [groups, k, 2 n], down: [groups, n, k], or transposed each with weight_layout "col".
-    index, gates: [tokens, top_k]; -1 for no expert.
-
-    format: "fp8", float8_e4m3fn numbers up to 240 with scales [groups, outputs] in x's dtype; MX
-    blocks, bytes [groups, outputs, inputs bits / 8] and scales [groups, outputs, inputs / 32],
-    layout "col", halves joined, inputs and features of h filled up with zeros to whole 128s;
-    "factors", where gate_up and down are the second factors. Frozen but for the latter. gate_up_u,
-    down_u: first factors, [groups, inputs, rank]; gate_up_v, down_v: second factors of branches
-    beside gate_up and down, [groups, rank, outputs]; factor_layout: "col" for all of them
-    transposed. With MX blocks they are filled up, too, but for the inputs of gate_up_u.
-    """
-    x, index, gates = given["x"], given["index"], given["gates"]
-    if x.is_meta:
-        return torch.empty_like(x)
-    picks, top_k = index.reshape(-1), index.shape[-1]
-    rows, groups = x.reshape(-1, x.shape[-1]), given["down"].shape[0]
-
-    def mlp(rows: Tensor, some: Any) -> Tensor:
-        both = times(rows, given, "gate_up", some)
-        h = gated(both, **{name: given[name] for name in _SAID})
-        return times(h, given, "down", some)
-
-    if tracing() or torch.compiler.is_compiling():  # each pick's own weights: no shape is data
-        y = mlp(rows.repeat_interleave(top_k, 0).unsqueeze(1), picks.clamp(min=0)).squeeze(1)
-        each = torch.where(picks < 0, 0, gates.reshape(-1).to(y.dtype)).unsqueeze(-1)
-        return (y * each).view(-1, top_k, y.shape[-1]).sum(1).to(x.dtype).reshape(x.shape)
-    if rows.shape[0] == 0:
-        return x.clone()  # without tokens too the result has a gradient
-    total = torch.zeros(rows.shape, dtype=torch.promote_types(x.dtype, torch.float32))
-    total = total.to(x.device)
-    for group in torch.unique(picks[picks != -1]).tolist():
-        if not 0 <= group < groups:
-            raise IndexError(f"experts: index {group} is none of {groups} experts")
-        place = (picks == group).nonzero().squeeze(-1)
-        token = torch.div(place, top_k, rounding_mode="floor")
-        y = mlp(rows[token], group)
-        total = total.index_add(0, token, (y * gates.reshape(-1, 1)[place]).to(total.dtype))
-    return total.to(x.dtype).reshape(x.shape)
-
-
 def stacks(given: Given, name: str) -> dict[str, Matrix]:
     """Return the weights of gate_up or of down of all groups, by the letters u, v and w.
 
@@ -228,8 +183,48 @@ class ExpertsOp(Op):
     """Gated MLPs that an index chooses for each token."""
 
     def reference(self, *args: Any, **kw: Any) -> Tensor:
-        """Return what the op computes, in plain PyTorch."""
-        return experts(self.bound(args, kw))
+        """Return the sum over j of gates[t, j] MLP_i(x[t]), i = index[t, j]; see `ExpertsSpec`.
+
+        gate_up: [groups, k, 2 n], down: [groups, n, k], or transposed each with weight_layout
+        "col". index, gates: [tokens, top_k]; -1 for no expert.
+
+        format: "fp8", float8_e4m3fn numbers up to 240 with scales [groups, outputs] in x's dtype;
+        MX blocks, bytes [groups, outputs, inputs bits / 8] and scales [groups, outputs,
+        inputs / 32], layout "col", halves joined, inputs and features of h filled up with zeros to
+        whole 128s; "factors", where gate_up and down are the second factors. Frozen but for the
+        latter. gate_up_u, down_u: first factors, [groups, inputs, rank]; gate_up_v, down_v: second
+        factors of branches beside gate_up and down, [groups, rank, outputs]; factor_layout: "col"
+        for all of them transposed. With MX blocks they are filled up, too, but for the inputs of
+        gate_up_u.
+        """
+        given = self.bound(args, kw)
+        x, index, gates = given["x"], given["index"], given["gates"]
+        if x.is_meta:
+            return torch.empty_like(x)
+        picks, top_k = index.reshape(-1), index.shape[-1]
+        rows, groups = x.reshape(-1, x.shape[-1]), given["down"].shape[0]
+
+        def mlp(rows: Tensor, some: Any) -> Tensor:
+            both = times(rows, given, "gate_up", some)
+            h = gated(both, **{name: given[name] for name in _SAID})
+            return times(h, given, "down", some)
+
+        if tracing() or torch.compiler.is_compiling():  # each pick's own weights: no shape is data
+            y = mlp(rows.repeat_interleave(top_k, 0).unsqueeze(1), picks.clamp(min=0)).squeeze(1)
+            each = torch.where(picks < 0, 0, gates.reshape(-1).to(y.dtype)).unsqueeze(-1)
+            return (y * each).view(-1, top_k, y.shape[-1]).sum(1).to(x.dtype).reshape(x.shape)
+        if rows.shape[0] == 0:
+            return x.clone()  # without tokens too the result has a gradient
+        total = torch.zeros(rows.shape, dtype=torch.promote_types(x.dtype, torch.float32))
+        total = total.to(x.device)
+        for group in torch.unique(picks[picks != -1]).tolist():
+            if not 0 <= group < groups:
+                raise IndexError(f"experts: index {group} is none of {groups} experts")
+            place = (picks == group).nonzero().squeeze(-1)
+            token = torch.div(place, top_k, rounding_mode="floor")
+            y = mlp(rows[token], group)
+            total = total.index_add(0, token, (y * gates.reshape(-1, 1)[place]).to(total.dtype))
+        return total.to(x.dtype).reshape(x.shape)
 
     def fake(self, given: Given) -> Tensor:
         """Return an empty result; raises NmmError for operands that do not fit."""
