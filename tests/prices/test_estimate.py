@@ -145,7 +145,8 @@ NARROW = [(m, 4096, n) for m in (1, 16, 128, 512) for n in (12288, 14336)]
 
 @pytest.mark.parametrize("target", ["trn1", "trn2"])
 @pytest.mark.parametrize(
-    "sizes", [NARROW[-1], *(pytest.param(s, marks=pytest.mark.long) for s in NARROW[:-1])]
+    "sizes",
+    [NARROW[5], *(pytest.param(s, marks=pytest.mark.long) for s in NARROW if s != NARROW[5])],
 )
 def test_the_closed_form_knows_how_wide_the_panels_of_a_dense_down_projection_are(sizes, target):
     m, k, n = sizes
