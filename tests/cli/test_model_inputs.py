@@ -42,6 +42,7 @@ def test_a_model_of_other_inputs_names_the_way_out():
         models.example_inputs("whisper", Audio(), 8)
 
 
+@pytest.mark.usefixtures("closed_form_only")
 def test_a_config_is_a_model_without_data_for_commands_that_need_none(tmp_path, nmm):
     """So are the public names, whose configs come with the package."""
     sizes = {**SMALL, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2}
