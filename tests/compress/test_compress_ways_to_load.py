@@ -78,6 +78,10 @@ def right(model, directory):
 def each(*but):
     return [d for d in sorted(saved.iterdir()) if d.name not in but]
 
+def in_turn(*trusts):
+    \"\"\"Each directory with one answer to the question whether code of it may run.\"\"\"
+    return zip(each(), trusts * len(each()))
+
 def apart(way):
     \"\"\"Go one way in a process of its own, which shares what is imported.\"\"\"
     if os.fork() == 0:
@@ -110,14 +114,13 @@ apart(an_import_before_transformers_is_right_or_raises_until_load_has_registered
 from transformers import AutoModel, AutoModelForCausalLM
 
 def without_this_package_the_hub_s_convention_loads_and_all_else_raises():
-    for directory in each():
-        for trust in (None, False) if directory.name != "experts" else (None, False, True):
-            try:
-                AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=trust)
-            except RuntimeError as error:
-                assert "ignore_mismatched_sizes" in str(error), error
-            else:
-                raise AssertionError(f"{directory} loaded with random layers")
+    for directory, trust in (*in_turn(None, False), (saved / "experts", True)):
+        try:
+            AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=trust)
+        except RuntimeError as error:
+            assert "ignore_mismatched_sizes" in str(error), error
+        else:
+            raise AssertionError(f"{directory} loaded with random layers")
     for directory in each("experts"):
         model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)
         right(model, directory)
@@ -131,10 +134,9 @@ def without_this_package_the_hub_s_convention_loads_and_all_else_raises():
 def after_the_import_from_pretrained_and_load_are_right():
     sys.path.insert(0, root)
     import nmm_compiler
-    for directory in each():
-        for trust in (None, False, True):
-            model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=trust)
-            right(model, directory)
+    for directory, trust in in_turn(None, False, True):
+        model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=trust)
+        right(model, directory)
         right(nmm_compiler.load(directory), directory)
         model.save_pretrained(directory / "again")
         right(nmm_compiler.load(directory / "again"), directory)
