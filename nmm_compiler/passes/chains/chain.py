@@ -393,6 +393,12 @@ class Chain:
         return all(s.kind == "bias" or (s.key is None and s.number == 1.0) for s in self.steps)
 
     @property
+    def is_plain(self) -> bool:
+        """Return whether it is one product, or two, with nothing but biases."""
+        alone = self.base is None and not self.more and self.inner is None
+        return alone and self.only_bias()
+
+    @property
     def r(self) -> int:
         """Return the inner dimension, summed over the chains that are added; 0 of a dense one."""
         return 0 if self.second is None else self.u.n + sum(chain.r for chain in self.more)

@@ -356,7 +356,7 @@ class Call:
         """Return the call of an op that chains of one x become; more: other fields."""
         first = chains[0].first
         weights = [weight for chain in chains for weight in chain.factors]
-        plain = all(map(_has_a_bias_at_most, chains))
+        plain = all(one.is_plain and not one.middle for one in chains)
         why = "" if plain else "more than a bias stands beside its products"
         stored = read_factors(c, weights, c.dtype(final), why)
         reason = stored[0].reason if stored else ""
@@ -379,15 +379,15 @@ class Call:
         return cls.of(c, op, (chain,), end, chain.out_dims, activation=chain.activation, **more)
 
     @classmethod
-    def of_several(cls, c: Canonical, op: str, members: Sequence[Call]) -> Call:
-        """Return the call of several results that calls of one x become."""
-        first = members[0]
-        chains = [one.chain for one in members]
-        call = cls.of(c, op, chains, first.final, first.out_dims, members=tuple(members))
-        call.covered = call.covered.union(*(one.covered for one in members))
-        if first.format:
-            return dataclasses.replace(call, chains=(*chains,), format=first.format, note="")
-        return call
+    def of_several(cls, op: str, members: Sequence[Call]) -> Call:
+        """Return the call of several results that calls of one x become, whose weights are stored
+        alike."""
+        first, *others = members
+        return dataclasses.replace(
+            first, op=op, chains=tuple(one.chain for one in members), members=tuple(members),
+            activation="identity", covered=first.covered.union(*(one.covered for one in others)),
+            said={}, ends={},
+        )  # fmt: skip
 
     @property
     def chain(self) -> Chain:
@@ -621,12 +621,6 @@ class Call:
                 why = f"one call returns {made}, the products {want}"
                 raise NotEmittedError(Refusal("device", why, one.final))
         return parts
-
-
-def _has_a_bias_at_most(chain: Chain) -> bool:
-    """Return whether a chain is two products and no more than a bias, as kernels of fp8 weights."""
-    alone = chain.base is None and not chain.more and chain.inner is None
-    return alone and not chain.middle and chain.only_bias()
 
 
 def with_base(c: Canonical, call: Call) -> Call | Stored | None:

@@ -68,7 +68,7 @@ class CorrectedMLP(KernelRule):
             return None  # features that are no whole 512s
         whole.covered = covered(graph, node, whole.keys())
         why = unsafe(graph, whole.covered, node, whole.keys())
-        pair = Call.of_several(graph, "lowrank_matmul_shared_x", (gate, up))
+        pair = Call.of_several("lowrank_matmul_shared_x", (gate, up))
         separate = sum(call_ways(graph, one.spec(graph)).fused for one in (pair, calls[2]))
         found = why or self.called(graph, whole)
         if isinstance(found, Match) and found.info["predicted"]["fused"] > separate:

@@ -28,12 +28,6 @@ from nmm_compiler.passes.rules.lowrank import products_at
 NEAR = 48
 
 
-def only_bias(chain: Chain) -> bool:
-    """Return whether a chain has nothing but biases, and an activation at its end."""
-    alone = chain.base is None and chain.addend is None and not chain.more
-    return chain.only_bias() and alone and chain.inner is None
-
-
 def group(c: Canonical, rule: KernelRule, calls: list[Call]) -> Match | None:
     """Return the match of calls that become one, None when they may not move together."""
     position = c.effects.position
@@ -42,7 +36,7 @@ def group(c: Canonical, rule: KernelRule, calls: list[Call]) -> Match | None:
     places = [position[f] for f in finals]
     if any(b - a > NEAR for a, b in itertools.pairwise(places)):
         return None
-    whole = Call.of_several(c, f"lowrank_matmul_{rule.name}", calls)
+    whole = Call.of_several(f"lowrank_matmul_{rule.name}", calls)
     keys = whole.keys()
     made = {call.chain.first.x for call in calls}
     made = made.union(*(one.hidden for one in whole.chains))  # whose leaves are hoisted
@@ -69,7 +63,7 @@ class SharedX(KernelRule):
             call = match.data
             if not isinstance(call, Call) or call.op != "lowrank_matmul" or call.chain.tp > 1:
                 continue  # no kernel of several chains sums over devices
-            plain = call.is_whole if call.format else only_bias(call.chain)
+            plain = call.is_whole and (bool(call.format) or call.chain.is_plain)
             alike = tuple(call.chain.ways.items())
             single = all(len(dim) <= 1 for dim in call.source.dims) and len(call.source.dims) > 1
             if plain and single and (call.source.is_row() or call.source.is_col()):
@@ -113,13 +107,16 @@ class SharedU(KernelRule):
         """Check that every reader is the second product of a chain."""
         twins: list[Key] = candidate
         found = [_chain_at(graph, user, twins) for user in _readers(graph, twins)]
-        chains = [one for one in found if one is not None and only_bias(one) and not one.middle]
-        if len(chains) < len(found) or len({one.v.layout for one in chains}) > 1:
+        chains = [chain for chain in found if chain is not None and chain.is_plain]
+        calls = [Call.of_chain(graph, chain) for chain in chains if chain.addend is None]
+        if len(calls) < len(found):
+            return None
+        if any(one.chain.ways != calls[0].chain.ways or one.chain.middle for one in calls):
             return None
         k, r, n = chains[0].u.k, chains[0].u.n, sum(chain.v.n for chain in chains)
         if r * (k + n) >= k * n:
             return None
-        return group(graph, self, [Call.of_chain(graph, c) for c in chains])
+        return group(graph, self, calls)
 
 
 def _readers(c: Canonical, twins: list[Key]) -> list[fx.Node]:
