@@ -37,6 +37,7 @@ Request = tuple[KernelSpec, str]
 """A spec, and the target that its kernel is for."""
 Progress = Callable[[str, int, int], None]
 """Called with (what was done last, how many are done, how many there are)."""
+BUILT, FOUND = "built", "found"  # what `build_one` says of a kernel, unless why there is none
 # Starting a worker takes about as long as building a small kernel.
 _WORTH_A_WORKER = 2
 
@@ -145,12 +146,11 @@ def fill(
         raise CacheError(f"{store} cannot be filled; set NMM_CACHE=rw and a directory of your own")
     wanted = _wanted(requests, made)
     whole, missing = len(wanted), [wanted[key] for key in store.missing(list(wanted))]
-    done: dict[Request, dict[str, Any]] = {}
+    done: dict[Request, str] = {}
 
     def took(request: Request, answer: str | Exception) -> str:
-        failed = isinstance(answer, Exception)
-        done[request] = {"failed": str(answer)} if failed else json.loads(str(answer))
-        said = "failed" if "failed" in done[request] else "built"
+        done[request] = str(answer)
+        said = BUILT if done[request] in (BUILT, FOUND) else "failed"
         return f"{said} {request[0].short()} for {request[1]}"
 
     each(
@@ -158,15 +158,16 @@ def fill(
         whole=whole, executor=executor, jobs=jobs, progress=progress,
     )  # fmt: skip
     failed = tuple(
-        Failed(kernel=one[0].short(), target=one[1], reason=done[one]["failed"])
+        Failed(kernel=one[0].short(), target=one[1], reason=done[one])
         for one in missing
-        if "failed" in done[one]
+        if done[one] not in (BUILT, FOUND)
     )
+    answers = list(done.values())
     return Filled(
         kernels=whole,
         present=whole - len(missing),
-        built=sum(one.get("built", False) for one in done.values()),
-        elsewhere=sum(not one.get("built", True) for one in done.values()),
+        built=answers.count(BUILT),
+        elsewhere=answers.count(FOUND),
         failed=failed,
         seconds=time.monotonic() - start,
     )
@@ -242,10 +243,9 @@ def request_of(told: dict[str, Any]) -> tuple[KernelSpec, str, Options]:
 
 
 def build_one(text: str) -> str:
-    """Build the kernel of `request_text` into the cache; return as JSON what became of it."""
+    """Build the kernel of `request_text` into the cache; return what became of it."""
     spec, target, options = request_of(json.loads(text))
     try:
-        _, built = built_or_found(spec, target, options=options)
+        return BUILT if built_or_found(spec, target, options=options)[1] else FOUND
     except (NmmError, ArithmeticError, LookupError, TypeError, ValueError) as error:
-        return json.dumps({"failed": f"{type(error).__name__}: {error}"})
-    return json.dumps({"built": built})
+        return f"{type(error).__name__}: {error}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
@@ -233,14 +233,12 @@ class AttentionSpec(KernelSpec):
     @property
     def tanh_scale(self) -> float:
         """What tanh multiplies its scores by."""
-        assert self.scale is not None
-        return self.scale / (self.soft_cap or 1.0)
+        return cast(float, self.scale) / (self.soft_cap or 1.0)
 
     @property
     def factor(self) -> float:
         """What exp multiplies its scores by: the cap, where tanh has taken the scale."""
-        assert self.scale is not None
-        return self.soft_cap or self.scale
+        return self.soft_cap or cast(float, self.scale)
 
     @property
     def pairs(self) -> int:
