@@ -166,6 +166,14 @@ def plus(editor: Editor, bias: fx.Node | None, own: fx.Node, number: float) -> f
     return editor.call(aten.add.Tensor, bias, own, alpha=number)
 
 
+def times_x(editor: Editor, scale: fx.Node, x: Scaled) -> fx.Node:
+    """Emit the scales of a weight times those of x, since both multiply the sums."""
+    if x.scale is not None:
+        own = editor.reshape(editor.node(x.scale), (1,))
+        scale = editor.call(aten.mul.Tensor, scale, own)
+    return times(editor, scale, x.number)
+
+
 def fold(
     editor: Editor, chain: Chain, u: fx.Node, v: fx.Node, factor: fx.Node
 ) -> tuple[fx.Node, fx.Node]:
@@ -489,7 +497,7 @@ class Call:
         given |= packed(op, rows)
         if self.rounded is not None:
             given |= {"x_scale": 1.0, "out_dtype": dtype_name(editor.dtype)}
-            given["scales"] = [self._with_x(editor, one) for one in given["scales"]]
+            given["scales"] = [times_x(editor, one, self.rounded) for one in given["scales"]]
         layouts = [one.out_layout for one in results]
         activations = [one.activation for one in results]
         given["out_layout"] = layouts[0] if len({*layouts}) == 1 else "row"
@@ -500,14 +508,6 @@ class Call:
             dims = self.dims(self.n, "row")
             given["residual"] = editor.arrange(given["residual"], self.out_dims, dims)
         return given
-
-    def _with_x(self, editor: Editor, scale: fx.Node) -> fx.Node:
-        """Emit the scales of a weight times those of x, since both multiply the sums."""
-        assert self.rounded is not None
-        if self.rounded.scale is not None:
-            own = editor.reshape(editor.node(self.rounded.scale), (1,))
-            scale = editor.call(aten.mul.Tensor, scale, own)
-        return times(editor, scale, self.rounded.number)
 
     def _in_one_layout(self, editor: Editor, rows: Sequence[dict[str, Any]]) -> str:
         """Turn the weights of a gated MLP to the layout that most of them have; return it."""
