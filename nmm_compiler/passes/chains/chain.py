@@ -116,11 +116,10 @@ def read_stage(
     if not computed and not c.is_weight(w):
         return Refusal("weight", "the weight is computed in the graph", w)
     base, w_dims = c.base(w)
-    shape, x_shape = c.shape(base), c.shape(x)
+    shape, x_shape = c.shape(base), c.sizes(x)
     by_index, chosen = computed and gathered(base) is not None, None
     if shape is None or not all(isinstance(s, int) for s in shape[by_index:]):
         return Refusal("weight", "the weight has symbolic dimensions", w)
-    assert x_shape is not None
     out = set(form.out_labels)
     real_x = {label: s for label, s in zip(x_labels, x_shape, strict=True) if s != 1}
     odd = Refusal(

@@ -533,11 +533,10 @@ class Call:
         return first
 
     def finish(self, editor: Editor, y: fx.Node) -> fx.Node:
-        """Bring a result to the dimensions and strides of the node it replaces, and add what stays
-        outside of the kernel."""
+        """Bring a result to the dimensions of the node it replaces, and add what stays outside of
+        the kernel."""
         editor.raw[self.final] = y
         y = editor.arrange(y, self.dims(self.n, self.out_layout), self.out_dims)
-        y = editor.like(y, self.final)
         if self.chain.addend is None:
             return y
         addend, factor = self.chain.addend

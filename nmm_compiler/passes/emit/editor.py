@@ -76,8 +76,7 @@ class Editor:
         """Add a call of an operator; its metadata value is computed unless it is given."""
         value = meta_value
         if value is None:
-            values = self.c.values
-            real_args, real_kwargs = fx.map_arg((args, kwargs), lambda n: values.get(n))
+            real_args, real_kwargs = fx.map_arg((args, kwargs), self.c.values.get)
             value = operator(*real_args, **real_kwargs)
         return self._add("call_function", operator, args, kwargs, value)
 
@@ -236,8 +235,7 @@ class Editor:
                     "and dtype"
                 )
             new = self.like(new, old)
-        own = self._own if old is self.at else ()
-        old.replace_all_uses_with(new, delete_user_cb=lambda user: user not in own)
+        old.replace_all_uses_with(new, delete_user_cb=lambda user: user not in self._own)
         self.replaced[old] = new
 
     def erase(self, replaced: Collection[fx.Node], read: Collection[fx.Node]) -> None:
