@@ -58,8 +58,8 @@ class KernelCall:
 
     @property
     def values(self) -> dict[str, Any]:
-        """The arguments with a tensor without data for each node."""
-        return dict(fx.map_arg(self.given, lambda node: node.meta["val"]))
+        """The arguments with a tensor without data for each operand, of its own."""
+        return dict(fx.map_arg(self.given, lambda node: node.meta["val"].detach()))
 
     @property
     def dynamic(self) -> bool:
@@ -192,7 +192,8 @@ def _launch(call: KernelCall, tokens: int) -> tuple[Any, tuple[int, ...]]:
         launch = lowering.lower(call.op, [*values.values()], values, tokens)
     except NmmError as error:
         raise ModelError(f"no kernel computes {call.node}: {error}") from error
-    numbers = {id(node.meta["val"]): number for number, node in enumerate(call.tensors)}
+    tensors = (one for one in pytree.tree_leaves(values) if isinstance(one, Tensor))
+    numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
     # The first operand of a launch is x seen as a matrix; the others are the call's own tensors.
     return launch.spec, (0, *(numbers[id(tensor)] for tensor in launch.operands[1:]))
 
