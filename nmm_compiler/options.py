@@ -14,7 +14,6 @@ import os
 import re
 import types
 import typing
-import urllib.parse
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -281,8 +280,8 @@ class Options:
     def call_options(self) -> dict[str, Any]:
         """Return the options that a rewritten call needs when it runs, without defaults."""
         names = ("dialect", "lnc", "buckets", "freeze", "strict", "instruction_budget", "cache")
-        fields = {f.name: f.default for f in dataclasses.fields(self)}
-        return {n: getattr(self, n) for n in names if getattr(self, n) != fields[n]}
+        default = Options()
+        return {n: getattr(self, n) for n in names if getattr(self, n) != getattr(default, n)}
 
 
 VARIABLES = {
@@ -409,17 +408,3 @@ def cache_max_bytes() -> int:
     if not re.fullmatch(r"[0-9]{1,18}", given):
         raise OptionTypeError("NMM_CACHE_MAX_BYTES", given, "a whole number of bytes")
     return int(given)
-
-
-def remote_cache() -> str | None:
-    """Return NMM_REMOTE_CACHE, the declared fsspec URL of the shared store, or None."""
-    given = setting("NMM_REMOTE_CACHE")
-    if given is None:
-        return None
-    try:
-        urllib.parse.urlsplit(given)
-    except ValueError as error:
-        raise OptionTypeError(
-            "NMM_REMOTE_CACHE", given, f"a URL such as s3://bucket/path or a directory ({error})"
-        ) from None
-    return given

@@ -30,6 +30,13 @@ class Remote:
     def __init__(self, url: str) -> None:
         if "#minisign=" in url:
             raise CacheError("NMM_REMOTE_CACHE: #minisign= is no longer known; see docs/cache.md")
+        try:
+            urlsplit(url)
+        except ValueError as error:
+            raise CacheError(
+                f"NMM_REMOTE_CACHE is {url!r}: {error}; pass a URL such as s3://bucket/path, or a "
+                "directory"
+            ) from None
         self.url = url
         self._is_there = False
 

@@ -93,7 +93,7 @@ class Store:
             options_module.cache_dir(options) if on_disk else None,
             options_module.cache_mode(options),
             options_module.cache_max_bytes(),
-            options_module.remote_cache(),
+            options_module.setting("NMM_REMOTE_CACHE"),
         )
         store = _OPEN.get(settings) or _OPEN.setdefault(settings, cls(*settings))
         store.check = check or store.check
