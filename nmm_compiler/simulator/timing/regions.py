@@ -65,17 +65,10 @@ def overlaps(first: Access, second: Access) -> bool:
         or second.partition_start >= first.partition_stop
     ):
         return False
-    if first.byte_start == second.byte_start and first.pattern == second.pattern:
+    delta = second.byte_start - first.byte_start
+    if (first.dense and second.dense) or (delta == 0 and first.pattern == second.pattern):
         return True
-    if first.dense and second.dense:
-        return True
-    return _patterns_meet(
-        first.pattern,
-        first.item_bytes,
-        second.pattern,
-        second.item_bytes,
-        second.byte_start - first.byte_start,
-    )
+    return _patterns_meet(first.pattern, first.item_bytes, second.pattern, second.item_bytes, delta)
 
 
 def covers(new: Access, old: Access) -> bool:
@@ -89,11 +82,8 @@ def covers(new: Access, old: Access) -> bool:
 
 def distinct_bytes(accesses: Iterable[Access]) -> int:
     """Return how many bytes accesses to one HBM tensor touch; a shared byte counts once."""
-    several = []
-    for access in accesses:
-        starts, run = _runs(access.pattern, access.item_bytes)
-        several.append((starts + access.byte_start, run))
-    return _bytes_of(several)
+    walked = [(a.byte_start, *_runs(a.pattern, a.item_bytes)) for a in accesses]
+    return _bytes_of([(first + starts, run) for first, starts, run in walked])
 
 
 Use = tuple[float, int, Booking]
