@@ -103,7 +103,11 @@ def _either(first: Any, second: Any) -> Any:
     return _UNSURE if records else values.join([first, second])
 
 
-_PLAIN = {"scale": 1.0, "is_stationary_onezero": False, "is_moving_onezero": False}
+_PLAIN: dict[str | None, Any] = {
+    "scale": 1.0,
+    "is_stationary_onezero": False,
+    "is_moving_onezero": False,
+}
 """The defaults of keywords of instructions, where they are not None."""
 
 

@@ -424,23 +424,23 @@ def half(layer: Layer, split: str) -> Layer:
     sums over half of x, and so does a low-rank down over its half of h.
     """
     if split == "tokens":
-        cut = 0 if layer.x_layout == "row" else 1
-        made = dataclasses.replace(layer, m=layer.m // 2, x_cut=cut, split=split)
+        x_cut = 0 if layer.x_layout == "row" else 1
+        made = dataclasses.replace(layer, m=layer.m // 2, x_cut=x_cut, split=split)
         return made.each(lambda one: dataclasses.replace(one, cut=0 if one.rows else 1))
     sums = halves_x(layer)
 
-    def cut(weight: Weight, dim: int) -> Weight:
+    def halved(weight: Weight, dim: int) -> Weight:
         """Return half of a weight, of its inputs, 0, or of its outputs, 1."""
         along = dim if weight.layout == "row" else 1 - dim
-        size = {"n": weight.n // 2} if dim else {"k": weight.k // 2}
+        size: dict[str, Any] = {"n": weight.n // 2} if dim else {"k": weight.k // 2}
         return dataclasses.replace(weight, cut=along, **size) if weight.k else weight
 
     def of(linear: Linear, whole: bool) -> Linear:
         pair = linear.low_rank
-        u = pair.u if whole else cut(pair.u, 0)
+        u = pair.u if whole else halved(pair.u, 0)
         return dataclasses.replace(
-            linear, n=linear.n // 2, weight=cut(linear.weight, 1),
-            low_rank=dataclasses.replace(pair, u=u, v=cut(pair.v, 1)),
+            linear, n=linear.n // 2, weight=halved(linear.weight, 1),
+            low_rank=dataclasses.replace(pair, u=u, v=halved(pair.v, 1)),
             cut=1 if linear.rows else 0,
         )  # fmt: skip
 
