@@ -61,6 +61,7 @@ def letters(text):
     ("form", "target"),
     [("fp8+32", "trn2"), pytest.param("mxfp4+32", "trn3", marks=pytest.mark.long)],
 )
+@pytest.mark.usefixtures("closed_form_only")
 def test_every_step_is_checked(form, target, monkeypatch, nmm):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
@@ -75,6 +76,7 @@ def test_every_step_is_checked(form, target, monkeypatch, nmm):
     here = lambda *count, **more: contextlib.nullcontext(Executor())  # noqa: E731
     monkeypatch.setattr(demo.concurrent.futures, "ProcessPoolExecutor", here)
     monkeypatch.setattr(demo.models, "LANGUAGE_MODEL", "toy")
+    monkeypatch.setattr(demo, "_LENGTH", 32)
     # predictions take a public name, a path or a config
     predicted = demo.predicted_forms
     monkeypatch.setattr(
