@@ -450,12 +450,6 @@ class Call:
             node = self.x_node(editor)
         return editor.arrange(node, self.source.dims, self.dims(self.source.k, self.x_layout))
 
-    @property
-    def lead(self) -> Dims:
-        """The token dimensions of a "row" result; all tokens in one where x is "col"."""
-        tokens = self.source.tokens()
-        return tokens if self.x_layout == "row" else (tuple(a for d in tokens for a in d),)
-
     def result_value(self, editor: Editor, x: fx.Node) -> Any:
         """Return the metadata value of the result: that of the node whose place it takes, where the
         kernel makes such a tensor."""
@@ -470,10 +464,13 @@ class Call:
         return c.values[x].new_empty(sizes, dtype=editor.dtype)
 
     def dims(self, features: int, layout: str) -> Dims:
-        """Return the dimensions of an operand or a result in a layout."""
-        if layout == "row":
-            return (*self.lead, feature_axis(features))
-        return (feature_axis(features), tuple(a for d in self.lead for a in d))
+        """Return the dimensions of an operand or a result in a layout; all tokens are one dimension
+        where x is "col"."""
+        tokens = self.source.tokens()
+        flat = tuple(a for dim in tokens for a in dim)
+        if layout == "col":
+            return (feature_axis(features), flat)
+        return (*(tokens if self.x_layout == "row" else (flat,)), feature_axis(features))
 
     def named(self, editor: Editor) -> dict[str, Any]:
         """Emit what stands behind x; return it and the keywords by the names of all ops."""
