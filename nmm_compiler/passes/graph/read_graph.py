@@ -807,12 +807,9 @@ def read_graph(
     leaves = [n for n in c.graph.nodes if n.op in _LEAVES]
     trained = (*map(c.tensor, leaves), *module.parameters())
     c.trains = any(t is not None and t.requires_grad for t in trained)
-    called = (n for n in c.graph.nodes if n.op == "call_module")
-    modules = [fetch_attribute(module, str(n.target)) for n in called]
-    inner = (p for one in modules if isinstance(one, nn.Module) for p in one.parameters())
     own = {n for n in leaves if _is_stored(c, n)}
     held = any(_is_matrix(c, n) or c.dtype(n) == torch.uint8 for n in own)  # blocks are bytes
-    c.inputs_are_weights = not held and not any(p.dim() > 1 for p in inner)
+    c.inputs_are_weights = not held and not any(p.dim() > 1 for p in module.parameters())
     c.input_matrices = {n for n in leaves if n not in own and _is_matrix(c, n, most=2)}
     sweep(c)
     return c
