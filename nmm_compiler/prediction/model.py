@@ -279,8 +279,7 @@ class ModelPrediction(Shown, Record):
                 f"tp {self.tp}, "
                 f"{self.lnc} physical core{'s' * (self.lnc > 1)} each, weights {self.weights}; "
                 f"{self.parameters / 1e9:.2f} G parameters"
-                + (f", ranks {', '.join(map(str, self.ranks[:6]))}" if self.ranks else "")
-                + (f" and {len(self.ranks) - 6} more" if len(self.ranks) > 6 else "")
+                + (f", ranks {', '.join(map(str, self.ranks))}" if self.ranks else "")
             ),
             Text(
                 f"memory a core: {memory.weight_bytes / gib:.2f} GiB weights + "
@@ -289,9 +288,8 @@ class ModelPrediction(Shown, Record):
                 "plain" if memory.fits else "warning",
             ),
             Text(
-                "simulated and computed, nothing measured; published runs took, of what was "
-                "predicted for them, "
-                + ", ".join(f"{_percent(BANDS[p.name])} {_PHASE[p.name]}" for p in self.phases),
+                "simulated and computed, nothing measured; the error of a whole pass is that of "
+                "predictions of published runs",
                 "note",
             ),
         ]
@@ -308,25 +306,20 @@ class ModelPrediction(Shown, Record):
         models = {"": self} if self.dense is None else {"dense": self.dense, "low-rank": self}
         rows: list[tuple[str, ...]] = []
         drawn: list[tuple[str, list[float]]] = []
+        nothing = {k: Step(name=k, us=0.0, sources=(), error_band=(0.0, 0.0)) for k in STEPS}
         for phase in self.phases:
             both = [model.phase(phase.name) or phase for model in models.values()]
-            us = [{step.name: step.us for step in one.steps} for one in both]
-            for name, each in zip(models, us, strict=True):
-                drawn.append(
-                    (f"{phase.name} {name}".strip(), [each.get(k, 0) / 1e3 for k in STEPS])
-                )
+            steps = [nothing | {step.name: step for step in one.steps} for one in both]
+            for name, each in zip(models, steps, strict=True):
+                drawn.append((f"{phase.name} {name}".strip(), [each[k].us / 1e3 for k in STEPS]))
             totals = [_ms(one.us) for one in both]
             rows.append((f"{phase.name}: all", *totals, "100", "", _percent(BANDS[phase.name])))
-            last = {step.name: step for step in phase.steps}
             for key in STEPS:
-                shown = [f"{each[key] / 1e3:.3f}" if key in each else "-" for each in us]
-                told = ("-", "", "")
-                if key in last:
-                    step = last[key]
-                    share = f"{100 * step.us / phase.us:.0f}"
-                    told = (share, ", ".join(step.sources), _percent(step.error_band))
-                if any(key in each for each in us):
-                    rows.append((f"+ {key}", *shown, *told))
+                step = steps[-1][key]
+                share = f"{100 * step.us / phase.us:.0f}"
+                told = (share, ", ".join(step.sources), _percent(step.error_band))
+                if any(each[key].us for each in steps):
+                    rows.append((f"+ {key}", *(f"{s[key].us / 1e3:.3f}" for s in steps), *told))
         times = tuple(f"{name} ms".strip() for name in models)
         head = ("step", *times, "%", "source", "error")
         chart = bars(drawn, STEPS, "ms", "what takes the time of a pass")

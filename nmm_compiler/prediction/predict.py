@@ -186,7 +186,7 @@ def _prediction(
         parameters=prepared.parameters,
         phases=tuple(phases),
         memory=Memory(
-            weight_bytes=_weight_bytes(model, dtype, machine, head),
+            weight_bytes=_weight_bytes(model, machine, head),
             cache_bytes=max(one.cache_bytes() for one in asked),
             activation_bytes=3 * setting["batch"] * max(widths, default=0) * item_bytes(dtype),
             capacity_bytes=machine.target.hbm_bytes * machine.lnc,
@@ -197,7 +197,7 @@ def _prediction(
     )
 
 
-def _weight_bytes(model: MetaModel, dtype: str, machine: Machine, head: str) -> int:
+def _weight_bytes(model: MetaModel, machine: Machine, head: str) -> int:
     """Return the bytes of the weights that one logical core holds; tied ones count once."""
     total = 0
     for name, parameter in model.module.named_parameters():
