@@ -46,9 +46,8 @@ from nmm_compiler.prices.ways import ERRORS
 from nmm_compiler.records import Record
 from nmm_compiler.report.charts import gain_bars
 from nmm_compiler.report.headline import told_apart
-from nmm_compiler.report.parts import Drawing, Grid, Line, Part
+from nmm_compiler.report.parts import Grid, Line, Part
 from nmm_compiler.report.shown import Shown
-from nmm_compiler.report.text import as_text
 
 _TEXT = ("target", "weights", "quality")  # columns that hold words
 SETTING = ("target", "tp", "batch", "prompt", "context")
@@ -119,8 +118,7 @@ def changes(
         us, tokens = other.phases[-1].us, other.batch / base.batch * (other.prompt / base.prompt)
         gain = base.phases[-1].us / us * tokens
         told = told_apart(gain, ERRORS[base.price])
-        fits = other.memory.fits
-        made.append(Change(name=name, us=us, gain=gain, told_apart=told, fits=fits))
+        made.append(Change(name=name, us=us, gain=gain, told_apart=told, fits=other.memory.fits))
     return tuple(sorted(made, key=lambda change: -change.gain))
 
 
@@ -348,10 +346,6 @@ class Plan(Shown, Record):
             *(Line(text, "note") for text in notes_on([p.form for p in self.predictions])),
             *(Line(f"{one.setting}: {one.reason}", "warning") for one in self.refused),
         ]  # fmt: skip
-
-    def table(self, width: int | None = None) -> str:
-        """Return the plan as text, without the charts."""
-        return as_text([p for p in self.parts() if not isinstance(p, Drawing)], width)
 
     def __repr__(self) -> str:
         return f"<Plan: {self.name}, {len(self.predictions)} predictions; {self.verdict()[0]}>"

@@ -22,7 +22,6 @@ def headline(
     where: str,
     *,
     error: float,
-    over: str = "our dense kernels",
     could: bool = False,
     quality: str = "",
     remedy: str = "",
@@ -37,7 +36,9 @@ def headline(
     said = " and ".join(f"{gain:.2f}x {what}" for gain, what in gains)
     most = max(gain for gain, _ in gains)
     pays = round(most, 2) > 1.0
-    text = f"{'could gain' if could and pays else 'predicted'} {said} {where} over {over}"
+    text = (
+        f"{'could gain' if could and pays else 'predicted'} {said} {where} over our dense kernels"
+    )
     if not pays:
         text = f"{'would not pay' if could else 'does not pay'}: {text}"
     else:

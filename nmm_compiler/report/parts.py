@@ -60,7 +60,7 @@ class Code:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A chart: `svg` on a page, `text` (a line that describes it) in a terminal."""
+    """A chart of a page, and a line that describes it; a terminal shows neither."""
 
     svg: str
     text: str

@@ -1,8 +1,8 @@
 """Parts as plain text for a given width.
 
 Sentences are wrapped between words. Only the last column of a table wraps. A table that is too wide
-first loses the second blank between its columns. A path, a URL or any other word is never broken:
-such a line is longer than the page.
+first loses the second blank between its columns. Charts are on pages alone. A path, a URL or any
+other word is never broken: such a line is longer than the page.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def as_text(parts: Sequence[Part], width: int | None = None) -> str:
 
 def _lines(parts: Sequence[Part], width: int) -> list[str]:
     lines: list[str] = []
-    for before, part in zip([None, *parts], parts, strict=False):
+    shown = [part for part in parts if not isinstance(part, Drawing)]
+    for before, part in zip([None, *shown], shown, strict=False):
         block = not isinstance(part, Line) or not isinstance(before, Line)
         if lines and block:
             lines.append("")
@@ -39,7 +40,7 @@ def _lines(parts: Sequence[Part], width: int) -> list[str]:
     return lines
 
 
-def _part(part: Part, width: int) -> list[str]:
+def _part(part: Line | Grid | Code | Section, width: int) -> list[str]:
     match part:
         case Line():
             return wrapped(part.text, width, part.indent, part.hang)
@@ -47,11 +48,9 @@ def _part(part: Part, width: int) -> list[str]:
             if part.shares:
                 rows = [(*row[:-1], row[-1].strip()) for row in part.rows if row[1]]
                 part = Grid.of(part.head, rows, part.right)
-            return columns(part, width)
+            return [line.rstrip() for lines in _lines_of_rows(part, width) for line in lines]
         case Code():
             return [*([part.title] if part.title else []), *part.text.rstrip("\n").split("\n")]
-        case Drawing():
-            return wrapped(part.text, width)
         case Section():
             return [*wrapped(part.title, width), *_lines(part.parts, width)]
 
@@ -70,17 +69,12 @@ def wrapped(text: str, width: int, indent: int = 0, hang: int = 4) -> list[str]:
     ) or [""]  # fmt: skip
 
 
-def columns(grid: Grid, width: int = _WIDEST) -> list[str]:
-    """Return a table as aligned lines under its head, the last column wrapped to the width.
+def _lines_of_rows(grid: Grid, width: int) -> list[list[str]]:
+    """Return the aligned lines of the head and of each row, the last column wrapped to the width.
 
     Where that is not enough, the widest other column of words wraps too; where a word of the last
     column does not fit beside the others, that column is below each row.
     """
-    return [line.rstrip() for lines in _lines_of_rows(grid, width) for line in lines]
-
-
-def _lines_of_rows(grid: Grid, width: int) -> list[list[str]]:
-    """Return the lines of the head and of each row."""
     rows = [grid.head, *grid.rows]
     right = [name in grid.right for name in grid.head]
     given = list(zip(*rows, strict=True))

@@ -15,7 +15,7 @@ from nmm_compiler.cli.commands import app
 from nmm_compiler.cli.values import Answer
 from nmm_compiler.lowrank_models.progress import steps
 from nmm_compiler.report.parts import Grid
-from nmm_compiler.report.text import columns
+from nmm_compiler.report.text import as_text
 from nmm_compiler.simulator.timing.causes import statement
 
 KERNEL = """
@@ -170,12 +170,13 @@ LONG = "model.layers.*.self_attn.q_proj, model.layers.*.self_attn.o_proj"
 def test_a_last_column_that_does_not_fit_is_below_its_row(width):
     figures = tuple(f"{i}.123" for i in range(width // 9))
     head = (*(f"h{i}" for i in range(len(figures))), "layers")
-    lines = columns(Grid.of(head, [(*figures, LONG), (*figures, "head")], right=head[:-1]), width)
+    grid = Grid.of(head, [(*figures, LONG), (*figures, "head")], right=head[:-1])
+    lines = as_text([grid], width).splitlines()
     assert max(map(len, lines)) <= width
     words = " ".join(lines).split()
     assert words == [*head, *figures, *LONG.split(), *figures, "head"]
     several = Grid.of(("n", "why", "layers"), [("1", "a b c " * 9, LONG)], right=("n",))
-    lines = columns(several, width)
+    lines = as_text([several], width).splitlines()
     assert max(map(len, lines)) <= width
     words = ["n", "why", "layers", "1", *"abc" * 9, *LONG.split()]
     assert sorted(" ".join(lines).split()) == sorted(words)
