@@ -308,7 +308,7 @@ def work(place: str | Path, seed: int, start: int, stop: int) -> Verdicts:
 
 def as_process(line: dict[str, Any], place: Path) -> tuple[Any, str]:
     """Run one line as a user's shell does; return (exit code, all output)."""
-    command = [sys.executable, "-m", "nmm_compiler.cli.main", *line["words"]]
+    command = [sys.executable, "-m", "nmm_compiler", *line["words"]]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **line["environment"]}
     if line["stream"] == "ascii":
         environment["PYTHONIOENCODING"] = "ascii"

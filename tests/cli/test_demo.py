@@ -20,7 +20,7 @@ from nmm_compiler.prices.kernel import noted_kernels
 def test_demo_of_the_language_model_gains_and_says_where(tmp_path):
     pytest.importorskip("gguf")
     started = time.monotonic()
-    done = ran("-m", "nmm_compiler.cli.main", "demo", "--json", timeout=600, COLUMNS="160",
+    done = ran("-m", "nmm_compiler", "demo", "--json", timeout=600, COLUMNS="160",
                NMM_CACHE_DIR=str(tmp_path / "empty"))  # fmt: skip
     assert "about a minute" in done.stderr
     assert "torchao" not in done.stderr
