@@ -30,7 +30,6 @@ from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.nki_api.lint import API_VERSION, VERSIONS, lint_file
 from nmm_compiler.outputs import write
 from nmm_compiler.report.headline import not_told
-from nmm_compiler.report.page import write_page
 from nmm_compiler.report.parts import Code, Grid, Line, Part, Section
 from nmm_compiler.report.text import counted
 from nmm_compiler.simulator.loading.loader import load_file
@@ -294,14 +293,11 @@ def profile(
         ranked = first.advice()
         parts, page = first.parts(ranked), first.page_parts(ranked)
         data = data[runs[0][0]] | {"advice": [one.to_dict() for one in ranked]}
-    written = []
-    if html is not None:
-        title = f"{', '.join(kernels)} on {target}"
-        written.append(f"\nreport: {write_page(title, page, html)}")
+    shown: list[str | Sequence[Part]] = [parts]
     if trace is not None:
         write_trace(profiles, trace)
-        written.append(f"trace: {trace} (open it at ui.perfetto.dev)")
-    return values.Answer(data, [parts, *written])
+        shown.append(f"trace: {trace} (open it at ui.perfetto.dev)")
+    return values.Answer(data, shown, page=(f"{', '.join(kernels)} on {target}", page))
 
 
 def variants(texts: list[str]) -> list[tuple[str, list[str]]]:

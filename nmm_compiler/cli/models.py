@@ -182,15 +182,10 @@ def _of_file(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
         return model.eval(), inputs
 
 
-def check_rules(name: str) -> str:
-    """Return the name of rules, FILE.py:name; raise UnknownNameError where there is no file."""
-    if not _python_file(name):
-        raise UnknownNameError("rule", name, ["FILE.py:name"])
-    return name
-
-
 def rules_of(name: str) -> list[Any]:
     """Return the rewrite rules that FILE.py:name names: a rule, a class of one, or a list."""
+    if not _python_file(name):
+        raise UnknownNameError("rule", name, ["FILE.py:name"])
     from nmm_compiler.passes.rules import Rule
 
     file, _, attribute = name.rpartition(":")

@@ -26,7 +26,6 @@ from nmm_compiler.cli import models, values
 from nmm_compiler.errors import MissingPackageError, ModelError, NmmError, OptionTypeError
 from nmm_compiler.lowrank_models.progress import steps
 from nmm_compiler.outputs import write_text
-from nmm_compiler.report.page import write_page
 from nmm_compiler.report.parts import Grid, Line, Part, Section
 
 if TYPE_CHECKING:
@@ -45,8 +44,8 @@ def explain(
     target: values.Target = "trn2",
     rules: Annotated[
         list[str] | None,
-        values.option(
-            models.check_rules, "FILE.py:NAME", "a rule or a list of rules of your own; may repeat"
+        typer.Option(
+            metavar="FILE.py:NAME", help="a rule or a list of rules of your own; may repeat"
         ),
     ] = None,
     ratio: Annotated[
@@ -71,12 +70,12 @@ def explain(
 
     Example: nmm explain llama-3.2-1b --ratio 0.2 --html report.html
     """
+    own = [rule for name in rules or () for rule in models.rules_of(name)]
     from nmm_compiler.passes.pipeline import explain as run
 
     page: list[Part] = []
     with steps(f"loading {model}") as step, models.foreign(model, "running it raised"):
         loaded, inputs = models.load(model, tokens)
-        own = [rule for name in rules or () for rule in models.rules_of(name)]
         before = None
         if ratio is not None:
             from nmm_compiler.lowrank_models.apply import compress
@@ -108,10 +107,7 @@ def explain(
             page = [top, *page, matched, *rest]
     if repro is not None:
         write_text(repro, result.reproducer(target=target))
-    said = [str(result)]
-    if html is not None:
-        said.append(f"report: {write_page(f'{model} on {target}', page, html)}")
-    return values.Answer(result.to_dict(), said)
+    return values.Answer(result.to_dict(), [str(result)], page=(f"{model} on {target}", page))
 
 
 def _predicted(name: str, model: Any, before: Any, inputs: dict[str, Any], target: str) -> Part:
@@ -235,10 +231,8 @@ def plan(
             routing=None if routing is None else read_routing(routing),
             progress=step,
         )
-    said = [str(planned)]
-    if html is not None:
-        said.append(f"report: {write_page(f'plan of {planned.name}', planned.parts(), html)}")
-    return values.Answer(planned.to_dict(), said)
+    page = f"plan of {planned.name}", planned.parts()
+    return values.Answer(planned.to_dict(), [str(planned)], page=page)
 
 
 def export(
@@ -416,7 +410,7 @@ def read_batches(path: Path, tokenizer: Any, model: Any) -> list[dict[str, torch
 def evaluate(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="DIRECTORY of the model", metavar="DIRECTORY")],
-) -> None:
+) -> values.Answer:
     """Evaluate a causal language model with EleutherAI's lm-eval; what follows is lm-eval's.
 
     Example: nmm eval ./llama-lowrank --tasks arc_easy,wikitext --limit 200 --batch_size 8
@@ -429,3 +423,4 @@ def evaluate(
     code = subprocess.run([*command, *context.args], check=False).returncode
     if code:
         raise NmmError(f"lm-eval ended with exit code {code}; what it said is above")
+    return values.Answer(None)  # it has printed its own
