@@ -17,7 +17,6 @@ this. Kernels are not tried before they are used, as they are by backend "nmm".
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import importlib
 import os
@@ -168,7 +167,6 @@ def _replace(
         gm.graph.erase_node(old)
 
 
-@functools.cache  # equal calls run one function
 def _with_hash(kernel: Any) -> tuple[Any, str]:
     """Return a kernel's function with one more argument, which is static, and what it is given."""
     digest = hashlib.sha256(kernel.source.encode()).hexdigest()

@@ -69,10 +69,10 @@ def _on_its_cores(function: Any, kernel: Any) -> Any:
     return function if kernel.spec.lnc == 1 else function[kernel.spec.lnc]
 
 
+_loaded: dict[tuple[str, str], Any] = {}
 _lock = threading.RLock()
 
 
-@functools.cache
 def load(kernel: Any) -> Any:
     """Return the `@nki.jit` function of a kernel's verified source, executed once.
 
@@ -81,20 +81,24 @@ def load(kernel: Any) -> Any:
     FileError.
     """
     path = Path(kernel.path)
-    if kernel.dialect == "neuronxcc":
-        _imported("neuronxcc.nki", machine.beta_1_problem())
-    else:
-        _imported("nki", machine.nki_problem(oldest_version(kernel.source)))
-    if path.exists() and read_source(path) != kernel.source:
-        raise FileError(
-            f"{path} was changed after kernel {kernel.name} was verified; nothing of it "
-            "was executed. Run `nmm cache verify`, then compile again"
-        )
-    kernel.check_before_run()
-    module = types.ModuleType(f"nmm_kernel_{kernel.name}")
-    module.__file__ = str(path)
-    run_source(kernel.source, str(path), module.__dict__)
-    return getattr(module, kernel.name)
+    with _lock:
+        found = _loaded.get(_identity(kernel))
+        if found is None:
+            if kernel.dialect == "neuronxcc":
+                _imported("neuronxcc.nki", machine.beta_1_problem())
+            else:
+                _imported("nki", machine.nki_problem(oldest_version(kernel.source)))
+            if path.exists() and read_source(path) != kernel.source:
+                raise FileError(
+                    f"{path} was changed after kernel {kernel.name} was verified; nothing of it "
+                    "was executed. Run `nmm cache verify`, then compile again"
+                )
+            kernel.check_before_run()
+            module = types.ModuleType(f"nmm_kernel_{kernel.name}")
+            module.__file__ = str(path)
+            run_source(kernel.source, str(path), module.__dict__)
+            found = _loaded[_identity(kernel)] = getattr(module, kernel.name)
+    return found
 
 
 def _identity(kernel: Any) -> tuple[str, str]:
@@ -382,5 +386,5 @@ FAILED_FIRST_RUN = "{} failed its first run, as the warning before says"
 def forget() -> None:
     """Forget loaded kernels and first-run verdicts (registered torch ops stay)."""
     with _lock:
-        load.cache_clear()
+        _loaded.clear()
         _verdicts.clear()
