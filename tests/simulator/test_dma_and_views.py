@@ -240,7 +240,11 @@ def test_a_pattern_that_leaves_its_tensor_may_be_made_but_not_used(memory):
             assert caught.value.line > 0
 
 
-@pytest.mark.parametrize("text", ["a[3:2]", "a[9:9]", "a[nl.ds(0, -1)]", "a.slice(0, 3, 3)"])
+@pytest.mark.parametrize(
+    "text",
+    ["a[3:2]", "a[9:9]", "a[nl.ds(0, -1)]", "a[nl.ds(-2, 1)]", "a.slice(0, 3, 3)",
+     "a[nl.ds(nisa.register_alloc(-2), 1)]", "a[nisa.register_alloc(-2) : 8]"],
+)  # fmt: skip
 def test_a_part_that_leaves_its_tensor_may_not_be_made(text):
     with pytest.raises(OutOfBoundsError, match="is empty or leaves it"):
         run(f"part = {text}\nreturn out(load(a))", values((8, 8)))

@@ -27,8 +27,6 @@ from nmm_compiler.simulator.tensors.registers import (
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 from nmm_compiler.simulator.trace import Instruction
 
-Numbers = ChainMap[int, tuple[int]]
-
 
 @dataclasses.dataclass
 class _Body:
@@ -120,7 +118,7 @@ class _Loop:
         trace, first, made = machine.trace, len(machine.instructions), machine.storages
         trace.loop_edges.append(first)
         machine.turn, self.place = self, 0
-        outer: Numbers = ChainMap() if self.outer is None else self.outer.numbers
+        outer: ChainMap[int, tuple[int]] = ChainMap() if self.outer is None else self.outer.numbers
         self.numbers = outer.new_child()
         yield
         self.note("nothing more", ())  # no turn may issue less than the first one
@@ -129,8 +127,7 @@ class _Loop:
         stop = len(machine.instructions)
         trace.loop_edges.append(stop)
         if stop > first:
-            turn = first, stop, range(made, machine.storages), self.count > 0
-            trace.turns.append(turn)
+            trace.turns.append((first, stop, range(made, machine.storages), self.count > 0))
         self.count += 1
 
 
