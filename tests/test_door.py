@@ -9,7 +9,7 @@ from processes import ran
 import nmm_compiler
 
 FIRST = """
-import logging, os, torch
+import logging, os, torch._dynamo
 for name in ("explain", "rule", "compress"):
     if os.fork() == 0:
         logger = logging.getLogger("torchao")
