@@ -59,17 +59,17 @@ def demo(
     # Predictions need shapes only: a second process makes them while the model is loaded.
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, spawn, initializer=_quiet) as beside:
-        figures = _run(form, forms, target, beside)
-    passed = bool(figures["passed"])  # no kernel, or one that is wrong, fails it
-    said = "every kernel passed its check" if passed else "a check FAILED"
-    parts = [*figures.pop("parts"), Line(f"took {time.monotonic() - started:.0f} s; {said}")]
-    return values.Answer(figures, [parts], passed=passed)
+        return _run(form, forms, target, beside, started)
 
 
 def _run(
-    form: str | None, forms: dict[str, Any], target: str, beside: concurrent.futures.Executor
-) -> dict[str, Any]:
-    """Run the flow; return its figures and, as "parts", its table."""
+    form: str | None,
+    forms: dict[str, Any],
+    target: str,
+    beside: concurrent.futures.Executor,
+    started: float,
+) -> values.Answer:
+    """Run the flow, which started at a time; return its figures and its table."""
     import torch
 
     from nmm_compiler.lowrank_models.apply import compress
@@ -109,6 +109,8 @@ def _run(
         step(f"proving the kernels of {chosen.name}")
         proofs = proving.result()
     right = sum(proof.passed for proof in proofs)
+    passed = right == len(proofs) > 0 and math.isfinite(after)  # no kernel fails it, too
+    said = "every kernel passed its check" if passed else "a check FAILED"
     perplexities = {dense: f"{before:.2f}", chosen.name: f"{after:.2f}"}
     times = [f"{phase.name} ms" for phase in planned.predictions[0].phases]
     head = ("weights", "MiB", "perplexity", *times, "gain", "")
@@ -132,17 +134,18 @@ def _run(
              f"times: predicted for one core of {target}, batch 1; nmm plan does it for any model",
              "note"),
         *(Line(text, "headline") for text in planned.verdict()),
+        Line(f"took {time.monotonic() - started:.0f} s; {said}"),
     ]  # fmt: skip
-    return {
+    figures = {
         "model": models.LANGUAGE_MODEL,
         "form": chosen.name,
         "perplexity": [before, after],
         "proofs": [proof.to_dict() for proof in proofs],
         "predictions": [one.to_dict() for one in planned.predictions],
         "verdict": planned.verdict(),
-        "passed": right == len(proofs) > 0 and math.isfinite(after),
-        "parts": parts,
+        "passed": passed,
     }
+    return values.Answer(figures, [parts], passed=passed)
 
 
 def _kernels_of(prediction: Any, priced: list[Any]) -> list[Any]:
@@ -181,18 +184,16 @@ def proofs_of(specs: list[Any], target: str) -> list[Any]:
 
 
 def _perplexity(model: Any, judged: Any) -> float:
-    """Return the perplexity of a model, a passage a time.
+    """Return the perplexity of a model over passages of one length.
 
     Its weights are those given, its arithmetic is float32: many CPUs have none of bfloat16.
     """
     import torch
 
-    losses, wide = [], copy.deepcopy(model).float()
+    wide = copy.deepcopy(model).float()
     with torch.no_grad():
-        for ids in judged:
-            logits = wide(input_ids=ids[None], use_cache=False).logits[0, :-1]
-            losses.append(float(torch.nn.functional.cross_entropy(logits, ids[1:])))
-    return math.exp(sum(losses) / len(losses))
+        loss = wide(input_ids=judged, labels=judged, use_cache=False).loss
+    return math.exp(float(loss))
 
 
 def _passages(tokenizer: Any, text: str, count: int) -> Any:
