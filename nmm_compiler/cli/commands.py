@@ -31,6 +31,14 @@ from nmm_compiler.version import VERSION
 class Command(TyperCommand):
     """A command of `nmm`: what all do with their answers. Its first argument is the user's file."""
 
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters; the help shows no type for a switch, which takes no value."""
+        parameters: list[Any] = super().get_params(ctx)
+        for parameter in parameters:
+            if getattr(parameter, "is_flag", False):
+                parameter.metavar = ""
+        return parameters
+
     def invoke(self, ctx: Any) -> None:
         """Run the command and print its answer."""
         given = ctx.params
