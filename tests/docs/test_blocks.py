@@ -92,6 +92,7 @@ def with_blocks(long):
     ]
 
 
+@pytest.mark.usefixtures("closed_form_only")
 @pytest.mark.parametrize("page", with_blocks(long=False))
 def test_the_blocks_run(page, tmp_path, monkeypatch):
     run_page(page, tmp_path, monkeypatch, long=False)
