@@ -259,6 +259,12 @@ class _Propagation(fx.Interpreter):
         """Compute the value of a node that is not known."""
         return None if node in self.silent else super().run_node(node)
 
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a module on fake buffers: batch norm counts its calls in one."""
+        module = super().fetch_attr(target)
+        buffers = {name: self.fake(value) for name, value in module.named_buffers()}
+        return torch.func.functional_call(module, buffers, args, kwargs)
+
     def fetch_attr(self, target: str) -> Any:
         """Return parameters as fake tensors, other attributes as they are."""
         return self.fake(super().fetch_attr(target))
