@@ -128,8 +128,10 @@ def _fault(node: ast.AST, modules: dict[str, str], bound: frozenset[str]) -> str
             return f"assignment to the attribute {node.attr}" if assigned else ""
         case ast.Name(ctx=ast.Load()):
             return "" if node.id in bound else f"name {node.id}"
-        case ast.FunctionDef() if set(map(ast.unparse, node.decorator_list)) - _DECORATORS:
-            return "a decorator that is not nki.jit"
+        case ast.FunctionDef() if (
+            others := set(map(ast.unparse, node.decorator_list)) - _DECORATORS
+        ):
+            return f"decorator {min(others)}"
         case ast.Name(id=name) | ast.arg(arg=name) | ast.FunctionDef(name=name):
             return f"the name {name} for something else than the module" if name in modules else ""
         case (

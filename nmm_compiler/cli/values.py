@@ -188,7 +188,7 @@ class Answer:
     passed: bool = True
     page: tuple[str, Sequence[Part]] = ("", ())
 
-    def say(self, as_json: bool, html: Path | None) -> None:
+    def say(self, as_json: bool, html: Path | None = None) -> None:
         """Print the answer; write its page where one is asked for."""
         written = [] if html is None else [f"report: {write_page(*self.page, html)}"]
         if as_json:
