@@ -133,8 +133,8 @@ class ExportedKernel(Record):
         return cls(
             name=f"nmm_{call.op}_{digest}",
             op=call.op,
-            x_layout=values["x_layout"],
-            out_layout=",".join(values.get("out_layouts") or [values["out_layout"]]),
+            x_layout=values.get("x_layout", "row"),
+            out_layout=",".join(values.get("out_layouts") or [values.get("out_layout", "row")]),
             target=values["target"],
             calls=tuple(one.node.name for one in calls),
             family=specs[0].family,
@@ -194,8 +194,12 @@ def _launch(call: KernelCall, tokens: int) -> tuple[Any, tuple[int, ...]]:
         raise ModelError(f"no kernel computes {call.node}: {error}") from error
     tensors = (one for one in pytree.tree_leaves(values) if isinstance(one, Tensor))
     numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
-    # The first operand of a launch is x seen as a matrix; the others are the call's own tensors.
-    return launch.spec, (0, *(numbers[id(tensor)] for tensor in launch.operands[1:]))
+    # They are the call's own tensors but for x, seen as a matrix, and for those of attention, which
+    # a launch takes in the call's order, of fewer dimensions.
+    order = tuple(numbers.get(id(one), place) for place, one in enumerate(launch.operands))
+    if len({*order}) < len(order):
+        raise ModelError(f"the kernel of {call.node} takes other tensors than the call has")
+    return launch.spec, order
 
 
 def _source(spec: Any, tokens: int, target: str, options: Options) -> KernelSource:

@@ -165,6 +165,7 @@ OPS = {
     "matmul": ([(32, 16), (32,)], {"w_layout": "col", "activation": "gelu_tanh"}),
     "lowrank_matmul_shared_x": ([[(16, 2), (16, 4)], [(2, 8), (4, 12)], [None, (12,)]], {}),
     "lowrank_matmul_shared_u": ([(16, 4), [(4, 8), (4, 12)], [None, (12,)]], {}),
+    "attention": ([(1, 1, 6, 16), (1, 1, 6, 16), (2, 6, 8)], {"rotates": "q", "window": 3}),
 }
 
 
@@ -175,7 +176,8 @@ OPS = {
 def test_every_op_is_one_call(name: str, dialect: str, mode: str) -> None:
     shapes, keywords = OPS[name]
     model = one_call(getattr(torch.ops.nmm, name), shapes, keywords)
-    module = export_mlir(model, (torch.randn(4, 16),), dialect=dialect, kernels=mode, sources=False)
+    x = torch.randn((1, 2, 6, 16) if name == "attention" else (4, 16))
+    module = export_mlir(model, (x,), dialect=dialect, kernels=mode, sources=False)
     (kernel,) = module.kernels
     assert kernel.op == name
     used = {*kernel.operands}
