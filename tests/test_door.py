@@ -64,10 +64,3 @@ def test_compress_is_the_function_and_its_room_stays_importable():
     assert inspect.isfunction(nmm_compiler.compress)
     assert inspect.signature(nmm_compiler.compress) == inspect.signature(apply.compress)
     assert inspect.getdoc(nmm_compiler.compress) == inspect.getdoc(apply.compress)
-
-
-def test_the_package_runs_as_a_module():
-    assert ran("-m", "nmm_compiler", "--version").stdout.split() == [
-        "nmm_compiler",
-        nmm_compiler.__version__,
-    ]

@@ -126,11 +126,6 @@ def test_what_stands_beside_a_bar_is_inside_of_the_picture():
     assert all(x + 6.5 * len(text) <= charts.WIDTH for text, x in labels.items())
 
 
-def test_an_empty_fragment_is_a_fragment():
-    assert as_html([]).startswith("<div")
-    assert as_text([]) == ""
-
-
 def test_a_graph_draws_arcs_only_between_what_is_shown():
     nodes = [
         GraphNode("x", "input"),
