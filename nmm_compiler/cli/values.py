@@ -114,7 +114,13 @@ def _names(word: str, path: Path) -> bool:
 
 def input_option(help_: str) -> Any:
     """Return an option that names a file to read, which is there."""
-    return typer.Option(help=help_, exists=True, dir_okay=False)
+    return typer.Option(help=help_, exists=True, dir_okay=False, callback=_with_an_end)
+
+
+def _with_an_end(path: Path | None) -> Path | None:
+    if path is not None and path.is_char_device():
+        raise typer.BadParameter(f"{path} is a device, which may have no end; pass a file")
+    return path
 
 
 def choice_option(

@@ -96,6 +96,10 @@ def test_a_wrong_word_is_named_without_importing_torch(answers, line):
     assert seconds < 2
 
 
+def test_a_device_without_an_end_is_no_file_to_read(nmm):
+    assert "is a device" in nmm("plan", "gpt2", "--routing", "/dev/full", code=2).err
+
+
 def test_public_names_do_for_every_command_that_needs_no_weights():
     for name in models.public_names():
         assert models.check(name) == name
