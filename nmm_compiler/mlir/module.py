@@ -196,10 +196,11 @@ def _launch(call: KernelCall, tokens: int) -> tuple[Any, tuple[int, ...]]:
     numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
     # They are the call's own tensors but for x, seen as a matrix, and for those of attention, which
     # a launch takes in the call's order, of fewer dimensions.
-    order = tuple(numbers.get(id(one), place) for place, one in enumerate(launch.operands))
-    if len({*order}) < len(order):
-        raise ModelError(f"the kernel of {call.node} takes other tensors than the call has")
-    return launch.spec, order
+    made = launch.operands if call.op == "attention" else launch.operands[:1]
+    numbers |= {id(tensor): number for number, tensor in enumerate(made)}
+    if not numbers.keys() >= {id(tensor) for tensor in launch.operands}:
+        raise ModelError(f"the kernel of {call.node} takes other tensors than nmm.{call.op} has")
+    return launch.spec, tuple(numbers[id(tensor)] for tensor in launch.operands)
 
 
 def _source(spec: Any, tokens: int, target: str, options: Options) -> KernelSource:
