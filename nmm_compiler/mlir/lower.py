@@ -95,6 +95,7 @@ def importer(calls: Mapping[fx.Node, tuple[str, Sequence[fx.Node]]]) -> Any:
 
     bindings, made = load(), context()
     ir, func, base = bindings.ir, bindings.func, bindings.fx_importer
+    counted: list[torch.Tensor] = []  # torch-mlir knows constants by id(): they live as long
 
     class Locations(base.ContextCache):  # type: ignore[name-defined]
         def get_node_location(self, node: fx.Node) -> Any:
@@ -107,7 +108,8 @@ def importer(calls: Mapping[fx.Node, tuple[str, Sequence[fx.Node]]]) -> Any:
                 self._import_call(loc, node)
             elif node.target == torch.ops.aten.arange.start_step and not node.all_input_nodes:
                 # torch-mlir counts its elements in float64
-                self.import_constant(loc, node, torch.arange(*node.args, **node.kwargs))
+                counted.append(torch.arange(*node.args, **node.kwargs))
+                self.import_constant(loc, node, counted[-1])
             else:
                 super()._import_torch_op_overload(loc, node, target)
 
