@@ -205,7 +205,12 @@ class Tensor:
         if session().pending is self:
             session().flush()
         view = self.held
-        assert isinstance(view, NkiTensor)
+        if not isinstance(view, NkiTensor):
+            raise fail(
+                UnsupportedInstructionError,
+                f"{self!r} again after `+=`, which summed it in one instruction, so that it has no "
+                "memory; nl.copy it to a tile first, and add that",
+            )
         for dim, size, index in self.outside if box is not False else ():
             low, high = index.part(self.shape, box).bounds()
             need(
@@ -309,9 +314,12 @@ class Tensor:
         if choice is not view.indirection:
             while len(shape) > 2 and shape[-1] == 1:
                 shape, strides = shape[:-1], strides[:-1]
+        if choice is not None and choice.kind == "vector":
+            first_rows = lines[0].const == 0 and rows[0] == (shape[0] > 1) and not any(rows[1:])
             need(
-                not strides[0] or choice is None or choice.kind != "vector",
-                f"the partition index next to run-time rows in an index of {self!r}",
+                not strides[0] and (first_rows or choice is not view.indirection),
+                f"an index of {self!r} with a partition index next to run-time rows, or over rows "
+                "that run-time indices chose; index the tile of those instead",
                 UnsupportedInstructionError,
             )
         need(

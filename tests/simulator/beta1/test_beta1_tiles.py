@@ -426,6 +426,8 @@ nl.all_reduce(nl.load(a), np.add, 0)  # UnsupportedInstructionError: nl.all_redu
 nl.no_such_thing(a)  # UnsupportedInstructionError: no_such_thing
 nisa.activation(op=nl.exp, data=nl.load(a), dta=a)  # KernelArgumentError: dta
 nl.loop_reduce(nl.load(a), op=np.add, loop_indices=[0]) + 1  # OperandError: nl.loop_reduce
+nl.zeros((4, 4), nl.float32, nl.psum).__iadd__(p := nisa.nc_matmul(t := nl.load(a[0:8, 0:4]), t)) + p  # UnsupportedInstructionError: again after `\+=`
+a[nl.zeros((8, 1), nl.int32), nl.arange(4)[None, :]][nl.arange(4)[:, None] + 1, nl.arange(4)[None, :]]  # UnsupportedInstructionError: rows that run-time
 """)  # noqa: E501
 
 
