@@ -86,6 +86,7 @@ lowrank m=6 k=512 r=256 n=384 tp=2 tp_axis=rows on trn1 | SpecError | on trn1 pa
 lowrank m=6 k=512 r=200 n=384 lnc=3 | SpecError | pass 1 or 2
 lowrank m=6 k=512 r=200 n=384 lnc=2 on trn1 | SpecError | of trn1 has 1 physical core; pass lnc=1
 lowrank m=7 k=512 r=200 n=333 lnc=2 | SpecError | numbers of tokens or outputs
+linear m=7 k=128 n=198 weight=mxfp4 lnc=2 on trn3 | SpecError | or of outputs, of MX weights fours
 attention m=1 context=256 heads=3 kv_heads=1 lnc=2 | SpecError | even numbers of heads of keys, or
 """
 

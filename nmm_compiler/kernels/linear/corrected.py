@@ -73,6 +73,7 @@ class CorrectedSpec(LinearSpec):
     family: ClassVar[str] = "linear"
     sizes: ClassVar[tuple[str, ...]] = ("m", "k")
     dtypes: ClassVar[tuple[str, ...]] = X_DTYPES
+    shared: ClassVar[str] = "tokens, or of outputs, of MX weights fours"
 
     def __post_init__(self) -> None:
         check_name("weight", self.weight, tuple(FORMATS))

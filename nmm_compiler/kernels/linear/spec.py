@@ -209,7 +209,9 @@ class LinearSpec(KernelSpec):
         if self.lnc == 1:
             return ("",)
         layer = self.layer
-        even = all(one.n % 2 == 0 for one in layer.layers)
+        # each core has an even number of outputs of MX weights, as their products have
+        step = 4 if any(one.mx for one in layer.weights()) else 2
+        even = all(one.n % step == 0 for one in layer.layers)
         even = even and not (layer.down.n and layer.linears[0].n % 256)
         tokens = (TOKENS,) if self.m % 2 == 0 else ()
         return (*tokens, *((WEIGHTS,) if even else ()))
