@@ -50,7 +50,7 @@ def drawn(family, data, dtype=None):
     more. dtype: that of the spec; None for any.
     """
     specs = SPECS[family].filter(lambda spec: dtype in (None, spec.dtype))
-    spec = data.draw(specs, label="spec")
+    spec = data.draw(specs, label="spec").on_cores(data.draw(st.sampled_from((1, 2)), label="lnc"))
     targets = [name for name in ("trn2", "trn3") if refusal(spec, get(name)) is None]
     target = get(data.draw(st.sampled_from(targets), label="target"))
     order = random.Random(data.draw(st.integers(0, 10**6), label="order"))
@@ -82,7 +82,7 @@ def check_kernel(family, data, folder, dtype=None):
     path = folder / "kernel.py"
     path.write_text(source, encoding="utf-8")
     arrays = [ArraySpec(t.shape, t.dtype) for t in spec.inputs()]
-    run = simulate(f"{path}:{name}", *arrays, target=target, mode="timing", turns=2)
+    run = simulate(f"{path}:{name}", *arrays, target=target, mode="timing", turns=2, grid=spec.lnc)
     assert not run.warnings, run.warnings
     new = (of_source(source) | of_trace(run.trace.instructions)) - KNOWN
     assert not new, f"{new}: add rows to conformance.toml, with the document that allows them"
