@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-MODULES = {"nl": "nki.language", "nisa": "nki.isa", "nki": "nki"}
+MODULES = {"nl": "nki.language", "nisa": "nki.isa", "ncc": "nki.collectives", "nki": "nki"}
 
 
 def of_source(source: str) -> set[str]:

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from kernels.specs import SPECS
 
+from nmm_compiler import LowRankSpec, build_kernel
 from nmm_compiler.cache.foreign import check_shape
 from nmm_compiler.codegen.choose import on_device, refusal
 from nmm_compiler.codegen.emitted_file import kernel_source
@@ -135,6 +136,14 @@ def test_the_goldens(path):
     assert not behind_return(source)
     check_versions(source)
     check_shape("kernel.py", source)
+
+
+def test_a_kernel_that_sums_over_ranks():
+    spec = LowRankSpec(m=6, k=512, r=256, n=384, tp=2, tp_axis="rows")
+    kernel = build_kernel(spec, "trn2")
+    arrays = [ArraySpec(one.shape, one.dtype) for one in spec.inputs()]
+    run = simulate(kernel, *arrays, mode="timing", one_of_ranks=2)
+    assert of_source(kernel.source) | of_trace(run.trace.instructions) <= KNOWN
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))

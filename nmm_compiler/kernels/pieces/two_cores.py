@@ -61,10 +61,13 @@ def sum_strips(total, sums, n, ranks):
     tiles = sums.shape[1]
     tokens = sums.shape[2]
     rows = min(128, n)
+    group = []
+    for rank in range(ranks):
+        group.append(rank)
     # collectives take matrices in SBUF
     ncc.all_reduce(
         [sums.reshape((128, tiles * tokens))[0:rows, 0 : tiles * tokens]],
         [total.reshape((128, tiles * tokens))[0:rows, 0 : tiles * tokens]],
-        ncc.ReplicaGroup([list(range(ranks))]),
+        ncc.ReplicaGroup([group]),
         nl.add,
     )
