@@ -378,7 +378,7 @@ class Unifier:
             moved = last_moves and isinstance(form, (Norm, AlongLast))
             here = dataclasses.replace(here, nodes=here.nodes | nodes)
             read = self._products if isinstance(form, Product) else self._spelled
-            allowed = not moved and not nodes & self.c.effects.writers
+            allowed = not moved and nodes.isdisjoint(self.c.effects.writers)
             for operands, with_numbers in read(own, theirs, seen, here) if allowed else ():
                 yield from self._operands(operands, with_numbers)
 

@@ -608,7 +608,6 @@ def _children(
     for node in module.graph.nodes:
         graphs = [n for n in node.all_input_nodes if n.op == "get_attr" and n.target in bodies]
         flat = [n for n in node.all_input_nodes if n not in graphs]
-        here = outer.effects.position[node]
         called = [node] if node.op == "call_module" else graphs
         for name in (str(one.target) for one in called if one.target in bodies):
             holders = [str(n.target) for n in bodies[name].graph.find_nodes(op="placeholder")]
@@ -616,6 +615,6 @@ def _children(
             kinds = {h: a in outer.constant for h, a in zip(holders, given or (), strict=False)}
             inputs = None if given is None else [values.get(a) for a in given]
             found.setdefault(name, (bodies[name], inputs, kinds))
-            if outer.effects.in_transform(here, here):
+            if node in outer.effects.transformed:
                 left.add(name)
     return {name: child for name, child in found.items() if name not in left}

@@ -38,7 +38,7 @@ from nmm_compiler.passes.graph.canonical import (
     dtype_name,
     owner_of,
 )
-from nmm_compiler.passes.graph.effects import is_ignorable
+from nmm_compiler.passes.graph.effects import is_ignorable, region_edge
 from nmm_compiler.passes.graph.read_graph import is_distributed
 from nmm_compiler.passes.graph.written import is_alone
 from nmm_compiler.prices.ways import Ways, ways
@@ -240,22 +240,21 @@ def crossed(
     whose writes the caller has read."""
     effects, covered = c.effects, {*covered}
     nodes = moving(c, covered)
-    writers = nodes & effects.writers - {*allowed}
+    writers = nodes & effects.writers.keys() - {*allowed}
     seen = next((one for one in writers if not is_alone(c, one, covered)), None)
     if seen is not None:
         return Refusal("mutation", "an inner value is written in place", seen)
+    if final in effects.transformed:
+        return Refusal("region", "the chain stands inside a functorch transform", final)
     start, end = min(effects.position[n] for n in nodes), effects.position[final]
-    if effects.in_transform(start, end):
-        inside = "the chain stands inside a functorch transform, or crosses one"
-        return Refusal("region", inside, final)
     barrier = effects.crossed(start, end, [*covered, *map(owner_of, keys)], nodes)
     if barrier is None:
         return None
-    if barrier.region:
-        edge = f"the chain crosses the edge of a region ({barrier.region})"
-        return Refusal("region", edge, barrier.node)
+    if barrier in effects.edges:
+        edge = f"the chain crosses the edge of a region ({region_edge(barrier)})"
+        return Refusal("region", edge, barrier)
     memory = "memory of an operand or an inner value is written between the products"
-    return Refusal("mutation", memory, barrier.node)
+    return Refusal("mutation", memory, barrier)
 
 
 # Tokens that a symbolic count stands for: a short prefill.

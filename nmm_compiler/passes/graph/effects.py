@@ -11,7 +11,6 @@ import itertools
 import operator
 import re
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,20 +25,9 @@ _FUNCTORCH = re.compile(
     "_increment_nesting|_decrement_nesting|_add_batch_dim|_remove_batch_dim|_wrap_for_grad|"
     "_unwrap_for_grad|_make_dual|_unpack_dual|enter_dual_level|exit_dual_level|_jvp"
 )
+_ENTERS = re.compile("_increment_nesting|enter_dual_level")
+_LEAVES = re.compile("_decrement_nesting|exit_dual_level")
 _REGION_PREFIXES = ("_enter_", "_exit_", "_set_", "set_grad_enabled", "lazy_load_decompositions")
-
-
-@dataclass(frozen=True)
-class Barrier:
-    """What nothing may move across: a write into storages (by identity), or the edge of a region.
-
-    region: the name of the mode that the node enters or leaves; "" for a write.
-    """
-
-    position: int
-    node: fx.Node
-    storages: frozenset[int]
-    region: str
 
 
 def storages_of(value: Any) -> frozenset[int]:
@@ -63,20 +51,7 @@ def is_pure(node: fx.Node, effects: Effects) -> bool:
     """Return whether a node computes its value and does nothing else."""
     if node.op in ("placeholder", "get_attr", "output") or node in effects.writers:
         return False
-    return not (node.is_impure() or region_edge(node) or transform_depth(node) is not None)
-
-
-def transform_depth(node: fx.Node) -> int | None:
-    """Return how a node changes the depth of functorch transforms (vmap, grad, jvp).
-
-    1 enters one, -1 leaves one, 0 works inside one; None for any other node.
-    """
-    short = _function_name(node)
-    if _FUNCTORCH.search(short) is None:
-        return None
-    if "_increment_nesting" in short or short == "enter_dual_level":
-        return 1
-    return -1 if "_decrement_nesting" in short or short == "exit_dual_level" else 0
+    return not (node.is_impure() or region_edge(node))
 
 
 def _function_name(node: fx.Node) -> str:
@@ -86,10 +61,10 @@ def _function_name(node: fx.Node) -> str:
 
 
 def region_edge(node: fx.Node) -> str:
-    """Return the name of the mode (autocast, grad mode, ...) that the node enters or leaves; "" for
-    other nodes."""
+    """Return the name of the mode (autocast, grad mode, ...) that the node enters or leaves, or of
+    its step of a functorch transform (vmap, grad, jvp); "" for other nodes."""
     short = _function_name(node)
-    is_edge = short.startswith(_REGION_PREFIXES)
+    is_edge = short.startswith(_REGION_PREFIXES) or _FUNCTORCH.search(short)
     return short if is_edge and not isinstance(node.target, torch._ops.OpOverload) else ""
 
 
@@ -161,26 +136,27 @@ def graph_writes(module: fx.GraphModule) -> bool:
 
 
 class Effects:
-    """Positions, storages, writes and region edges of one graph, computed in one sweep."""
+    """Positions, storages, writes and region edges of one graph, computed in one sweep.
+
+    writers: the storages that each node may write to, by identity. edges: nodes at the edge of a
+    region. transformed: nodes inside of a functorch transform.
+    """
 
     def __init__(self, module: fx.GraphModule, values: dict[fx.Node, Any]) -> None:
-        self.position: dict[fx.Node, int] = {}
-        self.barriers: list[Barrier] = []
-        # The positions inside of functorch transforms.
-        self.transformed: list[int] = []
-        depth = 0
-        self._values = values
-        for position, node in enumerate(module.graph.nodes):
-            self.position[node] = position
-            change = transform_depth(node)
-            if change is not None or depth > 0:
-                self.transformed.append(position)
-            depth += change or 0
-            region, written = region_edge(node), written_arguments(node, module)
-            if region or written:
-                storages = frozenset().union(*(self.storages(n) or ANYTHING for n in written))
-                self.barriers.append(Barrier(position, node, storages, region))
-        self.writers = frozenset(barrier.node for barrier in self.barriers if barrier.storages)
+        self.position = {node: position for position, node in enumerate(module.graph.nodes)}
+        self.edges = [node for node in self.position if region_edge(node)]
+        self.writers: dict[fx.Node, frozenset[int]] = {}
+        self.transformed: set[fx.Node] = set()
+        self._values, depth = values, 0
+        for node in self.position:
+            short = _function_name(node)
+            depth += bool(_ENTERS.search(short)) - bool(_LEAVES.search(short))
+            if depth > 0:
+                self.transformed.add(node)
+            written = written_arguments(node, module)
+            if written:
+                each = (self.storages(one) or ANYTHING for one in written)
+                self.writers[node] = frozenset().union(*each)
 
     def storages(self, node: fx.Node) -> frozenset[int]:
         """Return the identities of the storages that the node's value lives in."""
@@ -189,19 +165,15 @@ class Effects:
     def is_written(self, *nodes: fx.Node) -> bool:
         """Return whether anything in the graph writes the memory that a value of these lives in."""
         own = ANYTHING.union(*map(self.storages, nodes)) if self.writers else frozenset()
-        return any(barrier.storages & own for barrier in self.barriers)
+        return any(storages & own for storages in self.writers.values())
 
     def crossed(
         self, start: int, end: int, nodes: Iterable[fx.Node], allowed: Collection[fx.Node] = ()
-    ) -> Barrier | None:
+    ) -> fx.Node | None:
         """Return what stands strictly between two positions and concerns the memory of `nodes`: the
         edge of a region, or a write that is not allowed."""
-        between = [b for b in self.barriers if start < b.position < end and b.node not in allowed]
-        if not between:
-            return None
-        touched = ANYTHING.union(*map(self.storages, nodes))
-        return next((b for b in between if b.region or b.storages & touched), None)
-
-    def in_transform(self, start: int, end: int) -> bool:
-        """Return whether anything from `start` to `end` stands inside a functorch transform."""
-        return any(start <= position <= end for position in self.transformed)
+        position = self.position
+        stops = [n for n in (*self.edges, *self.writers) if start < position[n] < end]
+        touched = ANYTHING.union(*map(self.storages, nodes)) if stops else frozenset()
+        kept = [n for n in stops if n in self.edges or self.writers[n] & touched]
+        return min({*kept} - {*allowed}, key=position.__getitem__, default=None)

@@ -73,15 +73,15 @@ def _fills(c: Canonical, put: Any) -> bool:
     position = c.effects.position
     read_before = any(position[user] < position[put] for user in buffer.users)
     touched = ANYTHING | c.effects.storages(buffer) | c.effects.storages(value)
-    behind = (one for one in c.effects.barriers if one.position > position[put])
-    return not read_before and not any(one.storages & touched for one in behind)
+    writers = c.effects.writers.items()
+    behind = (storages for one, storages in writers if position[one] > position[put])
+    return not read_before and not any(storages & touched for storages in behind)
 
 
 def is_alone(c: Canonical, writer: fx.Node, nodes: Collection[fx.Node]) -> bool:
     """Return whether the memory that a node writes has names among some nodes only, which nothing
     reads behind it."""
-    position = c.effects.position
-    own = frozenset().union(*(b.storages for b in c.effects.barriers if b.node is writer))
+    position, own = c.effects.position, c.effects.writers[writer]
     earlier = (node for node in c.graph.nodes if position[node] < position[writer])
     names = {node for node in earlier if c.effects.storages(node) & own}
     late = any(position[user] > position[writer] for node in names for user in node.users)

@@ -112,7 +112,7 @@ class Adapters(KernelRule):
         reads = [*read, graph.base(plain[0])[0], *call.factors, *call.others]
         nodes = call.nodes or covered(graph, node, reads)
         last = max(nodes, key=graph.effects.position.__getitem__)
-        writes = nodes & graph.effects.writers if call.nodes else ()
+        writes = nodes & graph.effects.writers.keys() if call.nodes else ()
         why = unsafe(graph, nodes, last, reads, allowed=writes, also_final=(node,))
         if why is not None:
             return why
