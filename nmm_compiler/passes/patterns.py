@@ -60,7 +60,7 @@ from nmm_compiler.passes.graph.canonical import (
 )
 from nmm_compiler.passes.graph.capture import collect_values
 from nmm_compiler.passes.graph.read_graph import read_graph
-from nmm_compiler.passes.graph.torch_names import target_name
+from nmm_compiler.passes.graph.torch_names import named_arguments
 from nmm_compiler.passes.graph.views import Dims, Size
 from nmm_compiler.passes.rules.base import Match, Rule
 
@@ -257,10 +257,13 @@ def _terms(c: Canonical, key: Key, number: float) -> list[tuple[Key, float, froz
 
 
 def _call(node: fx.Node, form: Opaque) -> Iterator[Spelling]:
-    """Yield the call of an operation by its name and its arguments, tensors in order of names."""
-    given = call_arguments(node)
-    if given is None:
-        return
+    """Yield the call of an operation by its name and its arguments by ATen's names, without those
+    that are off, tensors in order of names."""
+    named = named_arguments(node)
+    if len(named) < len(node.args) + len(node.kwargs):
+        return  # what has no name cannot be compared
+    renamed = {"self" if n in ("input", "self") else n: v for n, v in named.items()}
+    given = {n: v for n, v in renamed.items() if v is not None and v is not False and n[0] != "_"}
     along_last = isinstance(form, AlongLast)
     operands = {name: given[name] for name in sorted(given) if isinstance(given[name], fx.Node)}
     rest = {name: value for name, value in given.items() if name not in operands}
@@ -272,28 +275,6 @@ def _call(node: fx.Node, form: Opaque) -> Iterator[Spelling]:
         form.name, [*operands.values()], arguments={"tensors": [*operands], **rest},
         in_place=not (along_last or pointwise),
     )  # fmt: skip
-
-
-def call_arguments(node: fx.Node) -> dict[str, Any] | None:
-    """Return a call's arguments by ATen's names, without those that equal their default."""
-    name = target_name(node)
-    packet = getattr(torch.ops.aten, name or "", None)
-    if packet is None or node.op not in ("call_function", "call_method"):
-        return None
-    target = node.target
-    names: tuple[str, ...]
-    if isinstance(target, torch._ops.OpOverload):
-        names = tuple(a.name for a in target._schema.arguments)
-    elif inspect.isfunction(target):
-        names = tuple(inspect.signature(target).parameters)
-    else:
-        overload = getattr(packet, packet.overloads()[0])
-        names = tuple(a.name for a in overload._schema.arguments)
-    if len(node.args) > len(names):
-        return None
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    renamed = {"self" if n in ("input", "self") else n: v for n, v in given.items()}
-    return {n: v for n, v in renamed.items() if v is not None and v is not False and n[0] != "_"}
 
 
 @dataclass(frozen=True)

@@ -303,6 +303,9 @@ WRITES = {
     "several outs": ("call_function", torch.sort, "x", {"out": ("y", "z")}, "yz"),
     "batch_norm": ("call_function", F.batch_norm, "xyz", {}, ""),
     "batch_norm in training": ("call_function", F.batch_norm, "xyz", {"training": True}, "yz"),
+    "batch_norm of torch": (
+        "call_function", torch.batch_norm, ("x", None, None, *"yz", True, 0.1, 1e-5, False), {},
+        "yz"),
     "instance_norm": ("call_function", F.instance_norm, "xyz", {}, "yz"),
     "instance_norm in eval": (
         "call_function", F.instance_norm, (*"xyz", None, None, False), {}, ""),

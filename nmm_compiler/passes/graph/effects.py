@@ -7,7 +7,6 @@ view operation keeps. An unknown Python callable counts as a writer of all its a
 
 from __future__ import annotations
 
-import itertools
 import operator
 import re
 from collections.abc import Collection, Iterable
@@ -15,8 +14,9 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 
-from nmm_compiler.passes.graph.torch_names import inplace_flag, is_inplace_name, target_name
+from nmm_compiler.passes.graph.torch_names import is_inplace_name, named_arguments, target_name
 
 # The storage identity of unknown memory.
 ANYTHING = frozenset((0,))
@@ -101,12 +101,6 @@ def written_arguments(node: fx.Node, root: nn.Module) -> list[fx.Node]:
         known = type(module).__module__.startswith("torch.nn.modules")
         return inputs if not known or getattr(module, "inplace", False) else []
     target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        if not target._schema.is_mutable:
-            return []
-        said: dict[Any, Any] = {**dict(enumerate(node.args)), **node.kwargs}
-        places = [(i, one) for i, one in enumerate(target._schema.arguments) if one.is_write]
-        return _nodes(said.get(i, said.get(one.name)) for i, one in places)
     if isinstance(target, torch._ops.HigherOrderOperator):
         held = (fetch_attribute(root, str(n.target)) for n in inputs if n.op == "get_attr")
         bodies = [body for body in held if isinstance(body, fx.GraphModule)]
@@ -114,20 +108,15 @@ def written_arguments(node: fx.Node, root: nn.Module) -> list[fx.Node]:
     name = target_name(node)
     if name is None:
         return inputs
-    written = [node.kwargs.get("out")]
-    if is_inplace_name(name) or inplace_flag(node):  # `_foreach_add_` takes a list
+    given = named_arguments(node)
+    written = [given.get("out")]
+    if isinstance(target, torch._ops.OpOverload):
+        written = [given.get(one.name) for one in target._schema.arguments if one.is_write]
+    elif is_inplace_name(name) or given.get("inplace") is True:  # `_foreach_add_` takes a list
         written.insert(0, node.args[0] if node.args else node.kwargs.get("input"))
-    if name in ("batch_norm", "instance_norm"):
-        given = node.kwargs.get("training", node.kwargs.get("use_input_stats", name[0] == "i"))
-        updates_statistics = node.args[5] if len(node.args) > 5 else given
-        written += node.args[1:3] if updates_statistics else ()
-    return _nodes(written)
-
-
-def _nodes(values: Iterable[Any]) -> list[fx.Node]:
-    """Return the nodes among values and lists of values."""
-    lists = (value if isinstance(value, (tuple, list)) else (value,) for value in values)
-    return [one for one in itertools.chain.from_iterable(lists) if isinstance(one, fx.Node)]
+    elif given.get("training", given.get("use_input_stats", name == "instance_norm")):
+        written += [given.get("running_mean"), given.get("running_var")]
+    return [one for one in pytree.tree_leaves(written) if isinstance(one, fx.Node)]
 
 
 def graph_writes(module: fx.GraphModule) -> bool:

@@ -151,11 +151,18 @@ def changes_gradient(node: fx.Node) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def signature(target: Any) -> tuple[str, ...]:
-    """Return the parameter names of a Python function."""
-    return tuple(inspect.signature(target).parameters)
+    """Return the parameter names of a Python function, an operator, or ATen's operator of a name;
+    () for others."""
+    if isinstance(target, str):
+        packet = getattr(torch.ops.aten, target, None)
+        target = packet and getattr(packet, packet.overloads()[0])
+    if isinstance(target, torch._ops.OpOverload):
+        return tuple(one.name for one in target._schema.arguments)
+    return tuple(inspect.signature(target).parameters) if inspect.isfunction(target) else ()
 
 
-def inplace_flag(node: fx.Node) -> bool:
-    """Return whether a Python function of torch is asked to work in place (`F.relu(x, True)`)."""
-    names = signature(node.target) if inspect.isfunction(node.target) else ()
-    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}.get("inplace") is True
+def named_arguments(node: fx.Node) -> dict[str, Any]:
+    """Return the arguments of a call by the names of its parameters; only those that have one."""
+    name = target_name(node)
+    names = (signature(node.target) or signature(name)) if name else ()
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
