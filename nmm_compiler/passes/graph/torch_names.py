@@ -151,14 +151,15 @@ def changes_gradient(node: fx.Node) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def signature(target: Any) -> tuple[str, ...]:
-    """Return the parameter names of a Python function, an operator, or ATen's operator of a name;
-    () for others."""
+    """Return the names of the parameters by position of a Python function, an operator, or ATen's
+    operator of a name; () for others."""
     if isinstance(target, str):
         packet = getattr(torch.ops.aten, target, None)
         target = packet and getattr(packet, packet.overloads()[0])
     if isinstance(target, torch._ops.OpOverload):
         return tuple(one.name for one in target._schema.arguments)
-    return tuple(inspect.signature(target).parameters) if inspect.isfunction(target) else ()
+    given = inspect.signature(target).parameters if inspect.isfunction(target) else {}
+    return tuple(n for n, one in given.items() if one.kind is one.POSITIONAL_OR_KEYWORD)
 
 
 def named_arguments(node: fx.Node) -> dict[str, Any]:
