@@ -4,8 +4,9 @@ Shapes come from metadata, so a `view(-1)` never needs arithmetic. An operation 
 values (eval dropout, no-op casts, copies, identities) is a view that rearranges nothing.
 
 `TABLE`: canonical name of an operation -> how to read it as a form or a view.
-A handler gets the graph read so far, the call, and those arguments that it has parameters for
-(`ALIASES` has torch's other names of these). It returns a form, (source, dims) when the call only
+A handler gets the graph read so far, the node, the name of its operation, and those arguments that
+it has parameters for (`ALIASES` has torch's other names of these): `_TENSORS` are tensors, and the
+result has the shape and dtype of `like`. It returns a form, (source, dims) when the call only
 rearranges its source, or None when this use of the operation is not understood. `read_module` reads
 the modules that `symbolic_trace` leaves as calls.
 
@@ -31,7 +32,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -72,39 +73,38 @@ from nmm_compiler.passes.graph.torch_names import (
 from nmm_compiler.passes.graph.views import Dim, Dims, identity
 from nmm_compiler.passes.graph.written import memory_of
 
-
-class Call(NamedTuple):
-    """A node that calls an operation, and the canonical name of the operation."""
-
-    node: fx.Node
-    name: str
-
-
 Handler = Callable[..., Result]
+_TENSORS = frozenset({"source", "other", "mat1", "like"})
 # What parameters of torch are called here, where a handler has none of the same name.
-ALIASES = {
-    **dict.fromkeys(("input", "self", "a", "x", "local_tensor"), "source"),
-    **dict.fromkeys(("weight", "b", "mat2", "batch2", "vec", "tensor"), "other"),
-    **dict.fromkeys(("batch1", "mat"), "mat1"),
-    **dict.fromkeys(("min", "threshold"), "low"),
-    **dict.fromkeys(("max", "value"), "high"),
-    "axis": "dim", "key": "index", "train": "training", "dims_self": "dims", "offset": "diagonal",
-    "tensors": "operands", "matrices": "tensors",
+ALIASES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("input", "self", "a", "x", "local_tensor"), ("source", "like", "one")),
+    **dict.fromkeys(("weight", "b", "mat2", "batch2", "vec", "tensor"), ("other",)),
+    **dict.fromkeys(("batch1", "mat"), ("mat1",)),
+    **dict.fromkeys(("min", "threshold"), ("low",)),
+    **dict.fromkeys(("max", "value"), ("high",)),
+    "axis": ("dim",), "key": ("index",), "train": ("training",), "dims_self": ("dims",),
+    "offset": ("diagonal",), "tensors": ("operands",), "matrices": ("tensors",), "other": ("two",),
 }  # fmt: skip
 
 
-def read_call(c: Canonical, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Result:
+def read_call(
+    c: Canonical, node: fx.Node, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Result:
     """Return what a call is; None for an operation, or a use of it, that no handler understands."""
-    handler = TABLE.get(call.name)
+    handler = TABLE.get(name)
     if handler is None:
         return None
-    names = signature(handler)[2:]
+    names = signature(handler)[3:]
     given = dict(zip(names, args, strict=False))
-    for name, value in kwargs.items():
-        own = name if name in names else ALIASES.get(name)
-        if own in names:
+    for keyword, value in kwargs.items():
+        own = next((one for one in (keyword, *ALIASES.get(keyword, ())) if one in names), None)
+        if own is not None:
             given.setdefault(own, value)
-    return handler(c, call, **given)
+    if not all(_is_tensor(c, given.get(one)) for one in names if one in _TENSORS):
+        return None
+    if "like" in names and not _kept(c, given["like"], node):
+        return None
+    return handler(c, node, name, **given)
 
 
 LARGEST_ELEMENTS = 1 << 26  # of a value that is computed to be read: 8192 queries and keys
@@ -171,54 +171,26 @@ def _number(value: Any) -> bool:
     return isinstance(value, (int, float)) and math.isfinite(value)
 
 
-def _of_one(read: Handler, kept: bool = False) -> Handler:
-    """Return the handler of a function of one tensor; kept: which the result is like."""
-
-    @functools.wraps(read)
-    def handler(c: Canonical, call: Call, source: Any = None, **given: Any) -> Result:
-        if not isinstance(source, fx.Node) or c.shape(source) is None:
-            return None
-        return None if kept and not _kept(c, source, call.node) else read(c, call, source, **given)
-
-    return handler
-
-
-_of_kept = functools.partial(_of_one, kept=True)
-
-
-def _of_two(read: Handler) -> Handler:
-    """Return the handler of a function of two tensors."""
-
-    @functools.wraps(read)
-    def handler(
-        c: Canonical, call: Call, source: Any = None, other: Any = None, **given: Any
-    ) -> Result:
-        tensors = _is_tensor(c, source) and _is_tensor(c, other)
-        return read(c, call, source, other, **given) if tensors else None
-
-    return handler
-
-
-def _from_local(c: Canonical, call: Call, source: Any = None) -> Result:
+def _from_local(c: Canonical, node: fx.Node, name: str, source: fx.Node) -> Result:
     """Read a local tensor as the DTensor that it is a part of, unless gradients may change."""
-    taken = isinstance(source, fx.Node) and target_name(source) == "to_local"
-    changes = any(call.node.kwargs.get(name) for name in ("grad_placements", "run_check"))
-    result = _redistribute(c, call, source.all_input_nodes[0]) if taken and not changes else None
+    changes = any(node.kwargs.get(name) for name in ("grad_placements", "run_check"))
+    if target_name(source) != "to_local" or changes:
+        return None
+    result = _redistribute(c, node, name, source.all_input_nodes[0])
     if not isinstance(result, tuple):
         return None
-    c.helpers[call.node] = frozenset((source,))
+    c.helpers[node] = frozenset((source,))
     return result
 
 
-@_of_one
-def _redistribute(c: Canonical, call: Call, source: fx.Node) -> Result:
+def _redistribute(c: Canonical, node: fx.Node, name: str, source: fx.Node) -> Result:
     """Read a node as its source where both are one tensor, cut in one way over one mesh; as the sum
     over its devices where that is what each of them gets."""
-    old, new = c.tensor(source), c.tensor(call.node)
+    old, new = c.tensor(source), c.tensor(node)
     if not is_distributed(old) or not is_distributed(new):
         return None
     before, after = old._spec, new._spec  # type: ignore[union-attr]
-    if c.shape(source) != c.shape(call.node) or before.mesh != after.mesh:
+    if c.shape(source) != c.shape(node) or before.mesh != after.mesh:
         return None
     if before.placements == after.placements:
         return _same(c, source)
@@ -248,15 +220,15 @@ def _product(a: Key, b: Key, labels: Labels | None) -> Product | None:
     return Product(a, b, left, right, out)
 
 
-@_of_two
-def _matmul(c: Canonical, call: Call, source: Key, other: Key) -> Product | None:
+def _matmul(c: Canonical, node: fx.Node, name: str, source: Key, other: Key) -> Product | None:
     return _product(source, other, matmul_labels(len(c.sizes(source)), len(c.sizes(other))))
 
 
-@_of_two
-def _linear(c: Canonical, call: Call, source: Key, other: Key, bias: Any = None) -> Result:
+def _linear(
+    c: Canonical, node: fx.Node, name: str, source: Key, other: Key, bias: Any = None
+) -> Result:
     labels = einsum_labels("...k,nk->...n", (len(c.sizes(source)), len(c.sizes(other))))
-    return with_addend(c, call.node, _product(source, other, labels), bias)
+    return with_addend(c, node, _product(source, other, labels), bias)
 
 
 def with_addend(
@@ -278,19 +250,20 @@ def with_addend(
 
 def _addmm(
     c: Canonical,
-    call: Call,
-    source: Any = None,
-    mat1: Any = None,
-    other: Any = None,
+    node: fx.Node,
+    name: str,
+    source: Key,
+    mat1: Key,
+    other: Key,
     beta: Any = 1,
     alpha: Any = 1,
 ) -> Result:
-    inner: Any = _matmul(c, call, mat1, other)
+    inner = _matmul(c, node, name, mat1, other)
     # torch also has the deprecated addmm(beta, input, alpha, mat1, mat2), which is not read.
-    if inner is None or not _is_tensor(c, source) or not _number(beta) or not _number(alpha):
+    if not _number(beta) or not _number(alpha):
         return None
     # PyTorch does not read the addend where beta is 0: it may hold NaN.
-    return with_addend(c, call.node, inner, source if beta else None, alpha, beta)
+    return with_addend(c, node, inner, source if beta else None, alpha, beta)
 
 
 _TERM = re.compile(r"[A-Za-z]*(\.\.\.)?[A-Za-z]*")
@@ -320,12 +293,14 @@ def einsum_labels(equation: str, ranks: tuple[int, ...]) -> Labels | None:
     return operands, tuple(map(ord, right.replace("...", dots)))
 
 
-def _einsum(c: Canonical, call: Call, equation: Any = None, operands: Any = None) -> Result:
-    given: Any = operands if isinstance(operands, (tuple, list)) else call.node.args[1:]
+def _einsum(
+    c: Canonical, node: fx.Node, name: str, equation: Any = None, operands: Any = None
+) -> Result:
+    given: Any = operands if isinstance(operands, (tuple, list)) else node.args[1:]
     if not isinstance(equation, str) or not all(_is_tensor(c, o) for o in given):
         return None
     read = einsum_labels(equation, tuple(len(c.sizes(o)) for o in given))
-    return None if read is None or len(given) < 2 else chain(c, call.node, [*given], *read)
+    return None if read is None or len(given) < 2 else chain(c, node, [*given], *read)
 
 
 def chain(
@@ -372,17 +347,22 @@ def chain(
     return None
 
 
-def _multi_dot(c: Canonical, call: Call, tensors: Any = None) -> Result:
-    given: Any = tensors if isinstance(tensors, (tuple, list)) else call.node.args
+def _multi_dot(c: Canonical, node: fx.Node, name: str, tensors: Any = None) -> Result:
+    given: Any = tensors if isinstance(tensors, (tuple, list)) else node.args
     count = len(given)
     if count < 2 or not all(_is_tensor(c, one) and len(c.sizes(one)) == 2 for one in given):
         return None
-    return chain(c, call.node, [*given], [(i, i + 1) for i in range(count)], (0, count))
+    return chain(c, node, [*given], [(i, i + 1) for i in range(count)], (0, count))
 
 
-@_of_two
 def _tensordot(
-    c: Canonical, call: Call, source: Key, other: Key, dims: Any = 2, dims_other: Any = None
+    c: Canonical,
+    node: fx.Node,
+    name: str,
+    source: Key,
+    other: Key,
+    dims: Any = 2,
+    dims_other: Any = None,
 ) -> Result:
     ranks = len(c.sizes(source)), len(c.sizes(other))
     if dims_other is not None:
@@ -399,10 +379,10 @@ def _tensordot(
     return Product(source, other, tuple(labels), tuple(others), out)
 
 
-@_of_two
 def _convolution(
     c: Canonical,
-    call: Call,
+    node: fx.Node,
+    name: str,
     source: Key,
     other: Key,
     bias: Any = None,
@@ -418,28 +398,28 @@ def _convolution(
     if spatial < 1 or len(shape) != len(kernel) or any(size != 1 for size in kernel[2:]):
         return None
     plain = padding in (0, (0,) * spatial, [0] * spatial, "same", "valid")
-    turned = call.name == "convolution" and call.node.args[6:7] != (False,)
-    moved = turned or shape[2:] != c.sizes(call.node)[2:]
+    turned = name == "convolution" and node.args[6:7] != (False,)
+    moved = turned or shape[2:] != c.sizes(node)[2:]
     if not plain or moved or shape[1] != kernel[1]:  # channels differ where they are in groups
         return None
     labels = einsum_labels("bk...,nk...->bn...", (len(shape), len(kernel)))
     if bias is not None:
         dims: tuple[Dim, ...] = (*identity(c.sizes(bias)), *((),) * spatial)
-        bias = c.viewed(call.node, "bias", bias, dims)
-    return with_addend(c, call.node, _product(source, other, labels), bias)
+        bias = c.viewed(node, "bias", bias, dims)
+    return with_addend(c, node, _product(source, other, labels), bias)
 
 
-@_of_one
 def _sum_over(
     c: Canonical,
-    call: Call,
+    node: fx.Node,
+    name: str,
     source: fx.Node,
     dim: Any = None,
     keepdim: bool = False,
     dtype: Any = None,
 ) -> Result:
     """Read the sum over axes of a constant matrix times a value as their product."""
-    node, shape, operands = call.node, c.sizes(source), source.all_input_nodes
+    shape, operands = c.sizes(source), source.all_input_nodes
     axes = list(dim) if isinstance(dim, (tuple, list)) else [dim]
     multiplied = target_name(source) == "mul" and len(source.args) == len(operands) == 2
     if not multiplied or dtype is not None or not all(isinstance(a, int) for a in axes):
@@ -467,17 +447,17 @@ def _sum_over(
 
 
 def _where(
-    c: Canonical, call: Call, condition: Any = None, source: Any = None, other: Any = None
+    c: Canonical, node: fx.Node, name: str, condition: Any, source: fx.Node, two: Any = None
 ) -> Result:
     """Read where(eye, vector over the columns, 0) as the matrix with the vector on its diagonal."""
-    shape = c.sizes(call.node)
-    if not isinstance(source, fx.Node) or len(shape) != 2 or shape[0] != shape[1]:
+    shape = c.sizes(node)
+    if len(shape) != 2 or shape[0] != shape[1]:
         return None
     base, dims = c.base(source)
     along = views.expand(dims, shape)
     if c.shape(base) != shape[:1] or along is None or along[1] != views.identity(shape[:1])[0]:
         return None
-    eye, zero = (constant_value(c, v) if isinstance(v, fx.Node) else v for v in (condition, other))
+    eye, zero = (constant_value(c, v) if isinstance(v, fx.Node) else v for v in (condition, two))
     if not isinstance(eye, torch.Tensor) or isinstance(zero, fx.Node) or not bool(zero == 0):
         return None
     return Diagonal(base) if torch.equal(eye, torch.eye(shape[0], dtype=torch.bool)) else None
@@ -490,25 +470,23 @@ def _same(c: Canonical, source: fx.Node) -> View:
 # -- rearrangements -------------------------------------------------------------------------
 
 
-@_of_one
-def _regroup(c: Canonical, call: Call, source: fx.Node) -> Result:
+def _regroup(c: Canonical, node: fx.Node, name: str, source: fx.Node) -> Result:
     """Read view, reshape, flatten, clone, ...: the target shape is in the metadata.
 
     A slice that leaves something out has fewer elements, and is no such view.
     """
-    if c.dtype(source) != c.dtype(call.node):
+    if c.dtype(source) != c.dtype(node):
         return None
-    dims = views.reshape(_same(c, source)[1], c.sizes(call.node))
+    dims = views.reshape(_same(c, source)[1], c.sizes(node))
     return None if dims is None else (source, dims)
 
 
-@_of_one
-def _turned(c: Canonical, call: Call, source: fx.Node) -> Result:
+def _turned(c: Canonical, node: fx.Node, name: str, source: fx.Node) -> Result:
     """Read permute, transpose, .T and the like: the order of sizes that are all different.
 
     The operation runs on a tensor of these sizes, which has no data.
     """
-    node, dims = call.node, _same(c, source)[1]
+    dims = _same(c, source)[1]
     if len(dims) > len(_DIFFERENT):
         return None
     sizes = _DIFFERENT[: len(dims)]
@@ -525,29 +503,28 @@ TURNED = (
 )  # fmt: skip
 
 
-@_of_one
-def _expand(c: Canonical, call: Call, source: fx.Node) -> Result:
-    dims = views.expand(_same(c, source)[1], c.sizes(call.node))
+def _expand(c: Canonical, node: fx.Node, name: str, source: fx.Node) -> Result:
+    dims = views.expand(_same(c, source)[1], c.sizes(node))
     return None if dims is None else (source, dims)
 
 
-@_of_one
-def _getitem(c: Canonical, call: Call, source: fx.Node, index: Any = None) -> Result:
+def _getitem(c: Canonical, node: fx.Node, name: str, source: fx.Node, index: Any = None) -> Result:
     """Read slices that leave nothing out, None and Ellipsis, which only add dimensions."""
     entries = index if isinstance(index, tuple) else (index,)
     plain = all(e is None or e is Ellipsis or isinstance(e, slice) for e in entries)
-    return _regroup(c, call, source) if plain else None
+    return _regroup(c, node, name, source) if plain else None
 
 
-def _concatenate(c: Canonical, call: Call, tensors: Any = None, dim: Any = 0) -> Result:
+def _concatenate(
+    c: Canonical, node: fx.Node, name: str, tensors: Any = None, dim: Any = 0
+) -> Result:
     if not isinstance(tensors, (tuple, list)) or not isinstance(dim, int):
         return None
-    return Concatenation(call.name, tuple(tensors), dim % max(len(c.sizes(call.node)), 1))
+    return Concatenation(name, tuple(tensors), dim % max(len(c.sizes(node)), 1))
 
 
-@_of_one
 def _repeat(
-    c: Canonical, call: Call, source: fx.Node, repeats: Any = None, dim: Any = None
+    c: Canonical, node: fx.Node, name: str, source: fx.Node, repeats: Any = None, dim: Any = None
 ) -> Result:
     """Read repeat_interleave: each element of an axis several times."""
     if not isinstance(repeats, int) or not isinstance(dim, int):
@@ -557,33 +534,31 @@ def _repeat(
     return source, tuple(dims)
 
 
-@_of_one
-def _softmax(c: Canonical, call: Call, source: fx.Node, dim: Any = None) -> Result:
-    if not isinstance(dim, int) or dim not in (-1, len(c.sizes(call.node)) - 1):
+def _softmax(c: Canonical, node: fx.Node, name: str, source: fx.Node, dim: Any = None) -> Result:
+    if not isinstance(dim, int) or dim not in (-1, len(c.sizes(node)) - 1):
         return None
-    kind = AlongLast if "log" in call.name else Softmax
-    return kind(call.name, (source,))
+    kind = AlongLast if "log" in name else Softmax
+    return kind(name, (source,))
 
 
 # -- copies, casts, and what does nothing -----------------------------------------------------
 
 
-def _detach(c: Canonical, call: Call, source: Any = None) -> Result:
-    return None if c.trains else _regroup(c, call, source)
+def _detach(c: Canonical, node: fx.Node, name: str, source: fx.Node) -> Result:
+    return None if c.trains else _regroup(c, node, name, source)
 
 
-@_of_one
-def _to(c: Canonical, call: Call, source: fx.Node) -> Result:
-    old, new = c.tensor(source), c.tensor(call.node)
+def _to(c: Canonical, node: fx.Node, name: str, source: fx.Node) -> Result:
+    old, new = c.tensor(source), c.tensor(node)
     if old is None or new is None or old.device != new.device or type(old) is not type(new):
         return None
     return _same(c, source) if old.dtype == new.dtype else Cast(source, new.dtype)
 
 
 def _dropout(
-    c: Canonical, call: Call, source: Any = None, p: Any = 0.5, training: Any = True
+    c: Canonical, node: fx.Node, name: str, source: fx.Node, p: Any = 0.5, training: Any = True
 ) -> Result:
-    return _regroup(c, call, source) if training is False or p == 0 else None
+    return _regroup(c, node, name, source) if training is False or p == 0 else None
 
 
 # -- pointwise ------------------------------------------------------------------------------
@@ -602,8 +577,8 @@ def _pair(c: Canonical, node: fx.Node, a: Any, b: Any) -> tuple[Key, Any, bool] 
     return (a, b, turned) if _is_tensor(c, b) else None
 
 
-def _multiply(c: Canonical, call: Call, source: Any = None, other: Any = None) -> Result:
-    pair = _pair(c, call.node, source, other)
+def _multiply(c: Canonical, node: fx.Node, name: str, one: Any = None, two: Any = None) -> Result:
+    pair = _pair(c, node, one, two)
     return None if pair is None else Scale(*pair[:2])
 
 
@@ -611,28 +586,35 @@ def _kept(c: Canonical, source: Key, node: fx.Node) -> bool:
     return c.dtype(source) == c.dtype(node) and c.shape(source) == c.shape(node)
 
 
-@_of_kept
 def _divide(
-    c: Canonical, call: Call, source: fx.Node, other: Any = None, rounding_mode: Any = None
+    c: Canonical,
+    node: fx.Node,
+    name: str,
+    like: fx.Node,
+    two: Any = None,
+    rounding_mode: Any = None,
 ) -> Result:
-    if rounding_mode is not None or not _number(other) or other == 0:
+    if rounding_mode is not None or not _number(two) or two == 0:
         return None
-    return Scale(source, 1.0 / float(other))
+    return Scale(like, 1.0 / float(two))
 
 
-def _sum(c: Canonical, call: Call, source: Any = None, other: Any = None, alpha: Any = 1) -> Result:
-    pair = _pair(c, call.node, source, other)
+def _sum(
+    c: Canonical, node: fx.Node, name: str, one: Any = None, two: Any = None, alpha: Any = 1
+) -> Result:
+    pair = _pair(c, node, one, two)
     if pair is None or not _number(alpha):
         return None
     a, b, turned = pair
-    factors = (1.0, float(-alpha if call.name.startswith("sub") else alpha))
+    factors = (1.0, float(-alpha if name.startswith("sub") else alpha))
     return Add(a, b, *(factors[::-1] if turned else factors))
 
 
-@_of_kept
-def _activation(c: Canonical, call: Call, source: fx.Node, approximate: Any = "none") -> Result:
-    by_tanh = call.name == "gelu" and approximate == "tanh"
-    return Activation(source, "gelu_tanh" if by_tanh else call.name)
+def _activation(
+    c: Canonical, node: fx.Node, name: str, like: fx.Node, approximate: Any = "none"
+) -> Result:
+    by_tanh = name == "gelu" and approximate == "tanh"
+    return Activation(like, "gelu_tanh" if by_tanh else name)
 
 
 _ACTIVATIONS = (
@@ -641,51 +623,58 @@ _ACTIVATIONS = (
 )  # fmt: skip
 
 
-@_of_kept
-def _clamp(c: Canonical, call: Call, source: fx.Node, low: Any = None, high: Any = None) -> Result:
+def _clamp(
+    c: Canonical, node: fx.Node, name: str, like: fx.Node, low: Any = None, high: Any = None
+) -> Result:
     """Read a clamp from below at zero, and nothing else, as relu."""
-    if call.name == "threshold":
+    if name == "threshold":
         high = high or None
-    return Activation(source, "relu") if _number(low) and low == 0 and high is None else None
+    return Activation(like, "relu") if _number(low) and low == 0 and high is None else None
 
 
 # -- the rest -------------------------------------------------------------------------------
 
 
-@_of_kept
 def _layer_norm(
     c: Canonical,
-    call: Call,
-    source: fx.Node,
+    node: fx.Node,
+    name: str,
+    like: fx.Node,
     normalized_shape: Any = None,
     weight: Any = None,
     bias: Any = None,
     eps: Any = 1e-5,
 ) -> Result:
     """Read layer_norm, and by its name rms_norm, over the last dimension alone."""
-    dtype, shape = c.dtype(source), normalized_shape
+    dtype, shape = c.dtype(like), normalized_shape
     if dtype is None or not isinstance(shape, (list, tuple)) or len(shape) != 1:
         return None
     eps = torch.finfo(dtype).eps if eps is None else eps
     gain, shift = (t if isinstance(t, (fx.Node, Virtual)) else None for t in (weight, bias))
-    kind = call.name.removesuffix("_norm")
-    return Norm(source, kind, gain, shift, eps if _number(eps) else None)
+    kind = name.removesuffix("_norm")
+    return Norm(like, kind, gain, shift, eps if _number(eps) else None)
 
 
 def _rms_norm(
     c: Canonical,
-    call: Call,
-    source: Any = None,
+    node: fx.Node,
+    name: str,
+    like: fx.Node,
     normalized_shape: Any = None,
     weight: Any = None,
     eps: Any = None,
 ) -> Result:
-    return _layer_norm(c, call, source, normalized_shape=normalized_shape, weight=weight, eps=eps)
+    return _layer_norm(c, node, name, like, normalized_shape, weight, eps=eps)
 
 
-@_of_one
 def _diagonal(
-    c: Canonical, call: Call, source: fx.Node, diagonal: Any = 0, dim1: Any = -2, dim2: Any = -1
+    c: Canonical,
+    node: fx.Node,
+    name: str,
+    source: fx.Node,
+    diagonal: Any = 0,
+    dim1: Any = -2,
+    dim2: Any = -1,
 ) -> Result:
     plain = (diagonal, dim1, dim2) in ((0, -2, -1), (0, 0, 1)) and len(c.sizes(source)) == 1
     return Diagonal(source) if plain else None
@@ -730,7 +719,7 @@ TABLE: dict[str, Handler] = {
     ),
     "mul": _multiply,
     "div": _divide,
-    "neg": lambda c, call, source=None: _divide(c, call, source, other=-1.0),
+    "neg": lambda c, node, name, like: _divide(c, node, name, like, -1.0),
     "add": _sum,
     "sub": _sum,
     # an in-place sum reads as the sum; the rules decide whether it may be fused
@@ -747,8 +736,8 @@ TABLE: dict[str, Handler] = {
     "einsum": _einsum,
     **dict.fromkeys(("multi_dot", "chain_matmul"), _multi_dot),
     "tensordot": _tensordot,
-    "inner": lambda c, call, source=None, other=None: _tensordot(
-        c, call, source, other, dims=([-1], [-1])
+    "inner": lambda c, node, name, source, other: _tensordot(
+        c, node, name, source, other, dims=([-1], [-1])
     ),
     **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), _convolution),
     "sum": _sum_over,
@@ -772,16 +761,16 @@ def read_module(c: Canonical, node: fx.Node, module: Any) -> Result:
     module of others."""
     source = node.args[0] if len(node.args) == 1 else node.kwargs.get("input")
     name = type(module).__name__.lower()
-    call = Call(node, _MODULES.get(name, name))
-    own = type(module).__module__.startswith("torch.nn.modules.") and call.name in TABLE
-    if not own or any(getattr(module, name, False) for name in ("inplace", *_HOOKS)):
+    name = _MODULES.get(name, name)
+    own = type(module).__module__.startswith("torch.nn.modules.") and name in TABLE
+    if not own or any(getattr(module, flag, False) for flag in ("inplace", *_HOOKS)):
         return None
     # A parametrized weight (weight_norm) is computed on access, so it is no parameter.
     held: Any = {
-        name: None if value is None else c.attribute(node, name, value)
-        for name, value in module._parameters.items()
+        own: None if value is None else c.attribute(node, own, value)
+        for own, value in module._parameters.items()
     }
-    return read_call(c, call, (source,), {**vars(module), **held})
+    return read_call(c, node, name, (source,), {**vars(module), **held})
 
 
 # -- the sweep --------------------------------------------------------------------------------
@@ -908,7 +897,7 @@ def _read(c: Canonical, node: fx.Node) -> Result:
         return None
     result: Result = spelled_out(c, node, name)
     if result is None:
-        result = read_call(c, Call(node, name), node.args, node.kwargs)
+        result = read_call(c, node, name, node.args, node.kwargs)
     if result is None and not is_inplace_name(name):
         result = _by_strides(c, node)
     if not isinstance(result, tuple):
