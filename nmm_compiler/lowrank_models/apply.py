@@ -91,47 +91,46 @@ def compress(model: nn.Module, ratio: float | None = None, **keywords: Any) -> C
     gradients = config.method == "two-sided"
     given, first = config.calibration, None
     statistics = given if isinstance(given, Statistics) else Statistics({}, {})
-    experts.split(model)
     try:
-        sites, skipped = find_sites(model, config.include, config.exclude)
-        _check_sites(sites, config)
-        if given is not None and given is not statistics:
-            first, *_ = batches = as_batches(given)
-            whole = config.base is not None
-            statistics = collect(model, sites, batches, gradients=gradients, whole=whole)
-        if given is not None:
-            statistics.check(sites, gradients=gradients, base=config.base)
-        # a model on the meta device whose ranks no price decides needs none
-        unpriced = sites[0].weight.is_meta and config.allow_slower
-        layers = [allocation.Shape(s.name, s.k, s.n) for s in (() if unpriced else sites)]
-        dtype = str(sites[0].weight.dtype).removeprefix("torch.")
-        prices = kernel_prices(model, layers, dtype, config, first)
-        plan, align = make_plan(sites, config, statistics, prices)
-        ranks = {layer.name: layer.rank for layer in plan}
-        by_name = {site.name: site for site in sites}
-        del sites  # else it keeps every dense weight in memory until the end
-        return CompressionReport(
-            method=config.method,
-            allocation=config.allocation,
-            align=align,
-            ratio=config.ratio,
-            workload=prices.timed(ranks),
-            layers=_carry_out(model, plan, by_name, config, statistics),
-            skipped=skipped,
-            model_parameters_before=before,
-            model_parameters_after=count_parameters(model),
-            model_bytes_before=held,
-            model_bytes_after=count_bytes(model),
-            calibration_tokens=statistics.tokens,
-            target=config.target,
-            priced=prices.note,
-            source=JUDGE if prices.groups else "",
-            factors=config.factors or "",
-            base=config.base or "",
-            seconds=time.monotonic() - started,
-        )
+        with experts.apart(model):
+            sites, skipped = find_sites(model, config.include, config.exclude)
+            _check_sites(sites, config)
+            if given is not None and given is not statistics:
+                first, *_ = batches = as_batches(given)
+                whole = config.base is not None
+                statistics = collect(model, sites, batches, gradients=gradients, whole=whole)
+            if given is not None:
+                statistics.check(sites, gradients=gradients, base=config.base)
+            # a model on the meta device whose ranks no price decides needs none
+            unpriced = sites[0].weight.is_meta and config.allow_slower
+            layers = [allocation.Shape(s.name, s.k, s.n) for s in (() if unpriced else sites)]
+            dtype = str(sites[0].weight.dtype).removeprefix("torch.")
+            prices = kernel_prices(model, layers, dtype, config, first)
+            plan, align = make_plan(sites, config, statistics, prices)
+            ranks = {layer.name: layer.rank for layer in plan}
+            by_name = {site.name: site for site in sites}
+            del sites  # else it keeps every dense weight in memory until the end
+            return CompressionReport(
+                method=config.method,
+                allocation=config.allocation,
+                align=align,
+                ratio=config.ratio,
+                workload=prices.timed(ranks),
+                layers=_carry_out(model, plan, by_name, config, statistics),
+                skipped=skipped,
+                model_parameters_before=before,
+                model_parameters_after=count_parameters(model),
+                model_bytes_before=held,
+                model_bytes_after=count_bytes(model),
+                calibration_tokens=statistics.tokens,
+                target=config.target,
+                priced=prices.note,
+                source=JUDGE if prices.groups else "",
+                factors=config.factors or "",
+                base=config.base or "",
+                seconds=time.monotonic() - started,
+            )
     finally:
-        experts.join(model)
         hf.attach(model)
 
 
@@ -163,14 +162,11 @@ def calibrate(
     """
     config = CompressionConfig(base=base)
     _check_model(model)
-    experts.split(model)
-    try:
+    with experts.apart(model):
         sites, _ = find_sites(model, include, exclude)
         _check_sites(sites, config)
         batches = as_batches(calibration)
         return collect(model, sites, batches, gradients=gradients, whole=base is not None)
-    finally:
-        experts.join(model)
 
 
 def count_parameters(model: nn.Module) -> int:

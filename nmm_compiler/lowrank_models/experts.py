@@ -1,9 +1,9 @@
 """Mixtures of experts that stack their weights: [experts, n, k], or [experts, k, n] in GPT-OSS.
 
 transformers 5 keeps the experts of a layer in two parameters, `gate_up_proj` (or `up_proj`) and
-`down_proj`. `split` puts a `SplitExperts` in the place of such a layer, with an `nn.Linear` per
+`down_proj`. `apart` puts a `SplitExperts` in the place of such a layer, with an `nn.Linear` per
 expert that is a view of its slice, so that experts are selected, calibrated and compressed as any
-linear. `join` stacks what came out: the layer keeps its name, its weights become `StackedFactors`,
+linear. Then it stacks what came out: the layer keeps its name, its weights become `StackedFactors`,
 a `StackedBase`, or both, and its forward one `nmm.experts`.
 
 Where that call cannot say what a layer computes (another function between the products, one weight
@@ -110,28 +110,29 @@ def is_stacked(module: nn.Module) -> bool:
     )
 
 
-def split(model: nn.Module) -> None:
-    """Put a `SplitExperts` in the place of every layer of stacked experts."""
+@contextlib.contextmanager
+def apart(model: nn.Module) -> Iterator[None]:
+    """Have a `SplitExperts` in the place of every layer of stacked experts inside the block.
+
+    After it the layers are back, with stacks of what all experts of a weight have become. A layer
+    whose experts have become different things, after an interrupt, stays split, and works.
+    """
     for module, names in distinct_modules(model):
         if names[0] and is_stacked(module):
             put(model, names, SplitExperts(module))
-
-
-def join(model: nn.Module) -> None:
-    """Put the layers back, with stacks of what all experts of a weight have become.
-
-    A layer whose experts have become different things, after an interrupt, stays split, and works.
-    """
-    for module, names in distinct_modules(model):
-        if not isinstance(module, SplitExperts):
-            continue
-        stacks = {name: getattr(module, name) for name in _projections(module.base)}
-        if any(len(set(map(_kind, stack))) > 1 for stack in stacks.values()):
-            continue
-        for name, stack in stacks.items():
-            if not isinstance(stack[0], ExpertLinear):
-                install(module.base, name, stack)
-        put(model, names, module.base.train(module.training))
+    try:
+        yield
+    finally:
+        for module, names in distinct_modules(model):
+            if not isinstance(module, SplitExperts):
+                continue
+            stacks = {name: getattr(module, name) for name in _projections(module.base)}
+            if any(len(set(map(_kind, stack))) > 1 for stack in stacks.values()):
+                continue
+            for name, stack in stacks.items():
+                if not isinstance(stack[0], ExpertLinear):
+                    install(module.base, name, stack)
+            put(model, names, module.base.train(module.training))
 
 
 def _kind(expert: nn.Module) -> tuple[type, str | None]:

@@ -96,25 +96,28 @@ def prepare(model: nn.Module, saved: SavedLayers) -> tuple[str, ...]:
     """
     from nmm_compiler.lowrank_models.modeling_nmm_lowrank import places
 
-    experts.split(model)
-    modules = dict(model.named_modules())
-    found = places(model, saved.ranks)
-    for saved_name, name in found.items():
-        stack = modules.get(name)
-        each = len(stack) if isinstance(stack, nn.ModuleList) else 0
-        for place in [f"{name}.{i}" for i in range(each)] or [name]:
-            old: Any = modules.get(place)
-            if not sizes_of(old):
-                raise FileError(
-                    f"the saved config gives rank {saved.ranks[saved_name]} to {saved_name!r}, "
-                    f"which is no linear layer of {type(model).__name__}; load it into the "
-                    "architecture it was saved from"
+    with experts.apart(model):
+        modules = dict(model.named_modules())
+        found = places(model, saved.ranks)
+        for saved_name, name in found.items():
+            stack = modules.get(name)
+            each = len(stack) if isinstance(stack, nn.ModuleList) else 0
+            for place in [f"{name}.{i}" for i in range(each)] or [name]:
+                old: Any = modules.get(place)
+                if not sizes_of(old):
+                    raise FileError(
+                        f"the saved config gives rank {saved.ranks[saved_name]} to {saved_name!r}, "
+                        f"which is no linear layer of {type(model).__name__}; load it into the "
+                        "architecture it was saved from"
+                    )
+                weight, (n, k) = old.weight, sizes_of(old)
+                layer = empty_layer(
+                    n, k, saved.ranks[saved_name], saved.bases.get(saved_name),
+                    saved.formats.get(saved_name), weight.dtype, old.bias is not None,
+                )  # fmt: skip
+                put(
+                    model,
+                    [place],
+                    layer if weight.is_meta else layer.to_empty(device=weight.device),
                 )
-            weight, (n, k) = old.weight, sizes_of(old)
-            layer = empty_layer(
-                n, k, saved.ranks[saved_name], saved.bases.get(saved_name),
-                saved.formats.get(saved_name), weight.dtype, old.bias is not None,
-            )  # fmt: skip
-            put(model, [place], layer if weight.is_meta else layer.to_empty(device=weight.device))
-    experts.join(model)
     return tuple(found.values())
