@@ -37,11 +37,9 @@ class MetaModel:
 
 def without_data(module: nn.Module) -> nn.Module:
     """Return a copy of a module on the meta device; tensors that are tied stay tied."""
-    memo: dict[int, Any] = {}
-    for _, parameter in module.named_parameters(remove_duplicate=False):
-        memo.setdefault(id(parameter), nn.Parameter(parameter.detach().to("meta"), False))
-    for _, buffer in module.named_buffers(remove_duplicate=False):
-        memo.setdefault(id(buffer), buffer.detach().to("meta"))
+    memo: dict[int, Any] = {id(b): b.detach().to("meta") for b in module.buffers()}
+    for parameter in module.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), False)
     return copy.deepcopy(module, memo).eval()
 
 
