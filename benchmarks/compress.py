@@ -52,9 +52,8 @@ from nmm_compiler.cli.demo import manual_split
 from nmm_compiler.kernels.packed_formats import FORMATS
 from nmm_compiler.lowrank_models.apply import calibrate, compress
 from nmm_compiler.lowrank_models.factorize import balance, factorize
-from nmm_compiler.lowrank_models.modules import LowRankLinear, put
+from nmm_compiler.lowrank_models.modules import LowRankLinear, QuantizedLinear, put
 from nmm_compiler.lowrank_models.moments import Moment, Moments, SecondMoment, regularize
-from nmm_compiler.lowrank_models.quantize import QuantizedLinear
 from nmm_compiler.lowrank_models.ranks import Shape, allocate_uniform
 from nmm_compiler.lowrank_models.recover import recover
 from nmm_compiler.lowrank_models.select import find_sites

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from nmm_compiler.kernels.linear.specs import MatmulSpec as MatmulSpec
     from nmm_compiler.lowrank_models.hf import save as save
     from nmm_compiler.lowrank_models.load import load as load
-    from nmm_compiler.lowrank_models.quantize import quantize_factors as quantize_factors
+    from nmm_compiler.lowrank_models.modules import quantize_factors as quantize_factors
     from nmm_compiler.lowrank_models.recover import recover as recover
     from nmm_compiler.mlir.export import export_mlir as export_mlir
     from nmm_compiler.options import Options as Options
@@ -68,7 +68,7 @@ _HOMES = {
     "last_report": "nmm_compiler.backend",
     "load": "nmm_compiler.lowrank_models.load",
     "predict": "nmm_compiler.prediction.predict",
-    "quantize_factors": "nmm_compiler.lowrank_models.quantize",
+    "quantize_factors": "nmm_compiler.lowrank_models.modules",
     "recover": "nmm_compiler.lowrank_models.recover",
     "reports": "nmm_compiler.backend",
     "rewrite": "nmm_compiler.passes.pipeline",

@@ -66,8 +66,8 @@ OPTIONAL = {
 # The one file that touches the Neuron SDK, and what it may touch.
 NEURON = {"nki", "neuronxcc", "torch_neuronx", "torch_xla", "libneuronxla"}
 NEURON_FILE = "runtime/neuron.py"
-# Loaded once transformers is: its quantizer, and the file that is copied beside saved weights.
-FOR_TRANSFORMERS = {"lowrank_models/hf_quantizer.py", "lowrank_models/modeling_nmm_lowrank.py"}
+# Loaded once transformers is: its quantizer.
+FOR_TRANSFORMERS = {"lowrank_models/hf_quantizer.py"}
 OP_FILE = "op.py"  # of a kernel family: its torch op, which belongs to the room ops
 
 

@@ -32,17 +32,17 @@ from nmm_compiler.lowrank_models.factorize import (
     measure,
     spectrum,
 )
-from nmm_compiler.lowrank_models.modules import LowRankLinear, put
-from nmm_compiler.lowrank_models.moments import Moments, is_finite, regularize
-from nmm_compiler.lowrank_models.predicted_time import JUDGE, Prices, kernel_prices
-from nmm_compiler.lowrank_models.progress import steps
-from nmm_compiler.lowrank_models.quantize import (
+from nmm_compiler.lowrank_models.modules import (
+    LowRankLinear,
     QuantizedLinear,
-    empty_layer,
     make_layer,
+    put,
     residual,
     rounded_beside,
 )
+from nmm_compiler.lowrank_models.moments import Moments, is_finite, regularize
+from nmm_compiler.lowrank_models.predicted_time import JUDGE, Prices, kernel_prices
+from nmm_compiler.lowrank_models.progress import steps
 from nmm_compiler.lowrank_models.report import CompressionReport, LayerReport
 from nmm_compiler.lowrank_models.select import Patterns, Site, find_sites, named
 from nmm_compiler.options import check_names
@@ -172,8 +172,7 @@ def calibrate(
 def count_parameters(model: nn.Module) -> int:
     """Return the elements of all parameters, tied ones once, and of rounded weights, not scales."""
     rounded = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
-    scales = {id(module.scale) for module in rounded}
-    plain = sum(p.numel() for p in model.parameters() if id(p) not in scales)
+    plain = sum(p.numel() for p in model.parameters())
     return plain + sum(module.in_features * module.out_features for module in rounded)
 
 
@@ -313,9 +312,9 @@ def _shape_of(site: Site, config: CompressionConfig) -> allocation.Shape:
     shape = allocation.Shape(site.name, site.k, site.n)
     if config.base is None:
         return shape
-    dtype = site.weight.dtype
+    kinds, dtype = (False, config.factors, config.base), site.weight.dtype
     some, twice = (
-        count_bytes(empty_layer(site.n, site.k, rank, config.base, config.factors, dtype))
+        count_bytes(LowRankLinear(site.k, rank, site.n, *kinds, device="meta", dtype=dtype))
         for rank in (32, 64)
     )
     # what 32 more ranks take; the scales of v are there at any rank

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from nmm_compiler.errors import OptionTypeError
-from nmm_compiler.lowrank_models.quantize import FORMAT_NAMES, read_format
+from nmm_compiler.lowrank_models.modules import FORMAT_NAMES, read_format
 from nmm_compiler.lowrank_models.select import Patterns
 from nmm_compiler.options import (
     TARGETS,

@@ -24,12 +24,15 @@ from torch.nn import functional
 from nmm_compiler.kernels.experts.spec import FACTORS, HALVES
 from nmm_compiler.kernels.linear.corrected import MULTIPLIED
 from nmm_compiler.kernels.packed_formats import FORMATS, MX
-from nmm_compiler.lowrank_models.modules import LowRankLinear, distinct_modules, put
-from nmm_compiler.lowrank_models.quantize import Packed, QuantizedLinear
+from nmm_compiler.lowrank_models.modules import (
+    LowRankLinear,
+    QuantizedLinear,
+    distinct_modules,
+    put,
+)
 from nmm_compiler.ops import chosen
 from nmm_compiler.ops import registration as registration  # defines torch.ops.nmm
 
-_PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
 _FLAGS = ("num_experts", "has_gate", "has_bias", "is_transposed")
 _SAMPLE = (*(0.5 * n for n in range(-24, 25)), 7.3, -7.3, 50.0, -50.0, 1000.0, -1000.0)
 
@@ -85,12 +88,25 @@ class StackedFactors(nn.Module):
         self.rank = down.shape[1]
 
 
-class StackedBase(Packed):
+class StackedBase(nn.Module):
     """A weight of few bits of all experts: values [experts, n, k bits / 8], uint8, and scale
     [experts, n, k / block] or [experts, n, 1], as `QuantizedLinear` has those of one.
 
     Of MX formats the outputs of each half, and the inputs, are filled up with zeros to whole 128s.
     """
+
+    values: torch.Tensor
+    scale: torch.Tensor
+
+    def __init__(self, values: torch.Tensor, scale: torch.Tensor, format: str) -> None:
+        super().__init__()
+        self.format = format
+        self.register_buffer("values", values)
+        self.register_buffer("scale", scale)
+
+    def extra_repr(self) -> str:
+        """Show the format."""
+        return self.format
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the weights [experts, n, k] in a dtype."""
@@ -174,7 +190,7 @@ def install(layer: nn.Module, name: str, experts: nn.ModuleList) -> None:
             bias = getattr(layer, f"{name}_bias")
             setattr(layer, f"{name}_bias", nn.Parameter(outputs(bias), bias.requires_grad))
     if bases:
-        values = outputs(cast(torch.Tensor, one.values) for one in bases)
+        values = outputs(one.values for one in bases)
         scale = outputs(one.scale for one in bases)
         if blocks:
             values = _filled(values, 2, 16 * FORMATS[bases[0].format].bits)
@@ -219,14 +235,6 @@ def _filled(tensor: torch.Tensor, dim: int, step: int) -> torch.Tensor:
     more = -tensor.shape[dim] % step
     zeros = [0, 0] * (tensor.dim() - 1 - dim) + [0, more]
     return functional.pad(tensor, zeros).contiguous()
-
-
-def compressed_stacks(layer: nn.Module) -> Iterator[tuple[str, StackedFactors | None, Any]]:
-    """Yield (name of the stacked weight, its factors, its base) of a layer of experts."""
-    for weight in _PROJECTIONS if isinstance(layer, CompressedExperts) else ():
-        factors, base, _ = _parts(layer, weight)
-        if factors is not None or base is not None:
-            yield weight, factors, base
 
 
 def _parts(layer: nn.Module, weight: str) -> tuple[Any, Any, Any]:

@@ -32,7 +32,7 @@ from torch import nn
 
 from nmm_compiler.errors import FileError, MissingPackageError, OptionTypeError, OutputError
 from nmm_compiler.lowrank_models.experts import CompressedExperts
-from nmm_compiler.lowrank_models.hf_layers import METHOD, SavedLayers
+from nmm_compiler.lowrank_models.hf_layers import METHOD, compressed, saved_layers
 from nmm_compiler.lowrank_models.modules import lowrank_layers
 from nmm_compiler.outputs import read_json, replace_directory
 
@@ -63,7 +63,7 @@ def attach(model: Any) -> None:
     FileError when the model is quantized by another method, or its factors by another library, as
     torchao does.
     """
-    if not _is_transformers(model) or not SavedLayers.of(model).ranks:
+    if not _is_transformers(model) or not compressed(model):
         return
     from nmm_compiler.lowrank_models.hf_quantizer import LowRankConfig, LowRankQuantizer
 
@@ -83,7 +83,7 @@ def attach(model: Any) -> None:
         for key, value in list(vars(module).items()):
             if isinstance(value, kind) and id(value) in memo:
                 setattr(module, key, memo[id(value)])
-    config = LowRankConfig(**SavedLayers.of(model).to_dict())
+    config = LowRankConfig(**saved_layers(model))
     model.config.quantization_config = config
     model.hf_quantizer = LowRankQuantizer(config)
 

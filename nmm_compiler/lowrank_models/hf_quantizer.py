@@ -19,9 +19,14 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from nmm_compiler.errors import FileError
 from nmm_compiler.lowrank_models import experts
-from nmm_compiler.lowrank_models.hf_layers import METHOD, SavedLayers, compressed, prepare
-from nmm_compiler.lowrank_models.modules import LowRankLinear
-from nmm_compiler.lowrank_models.quantize import QuantizedLinear
+from nmm_compiler.lowrank_models.hf_layers import (
+    METHOD,
+    compressed,
+    prepare,
+    read_layers,
+    saved_layers,
+)
+from nmm_compiler.lowrank_models.modules import LowRankLinear, QuantizedLinear
 
 
 class LowRankConfig(QuantizationConfigMixin):
@@ -29,11 +34,11 @@ class LowRankConfig(QuantizationConfigMixin):
 
     def __init__(self, **fields: Any) -> None:
         self.quant_method = cast(Any, METHOD)
-        self.saved = SavedLayers.read(fields)
+        self.saved = read_layers(fields)
 
     def to_dict(self) -> dict[str, Any]:
         """Return what config.json gets."""
-        return {"quant_method": METHOD, **self.saved.to_dict()}
+        return {"quant_method": METHOD, **self.saved}
 
 
 class LowRankQuantizer(HfQuantizer):
@@ -54,10 +59,10 @@ class LowRankQuantizer(HfQuantizer):
     def get_state_dict_and_metadata(self, model: nn.Module, *_: Any) -> tuple[Any, Any]:
         """Return what is stored, with a guard per low-rank layer, and per stack of experts; called
         before the config is written."""
-        cast(Any, model).config.quantization_config.saved = SavedLayers.of(model)
+        cast(Any, model).config.quantization_config.saved = saved_layers(model)
         state: dict[str, torch.Tensor] = dict(model.state_dict())
         dtype = getattr(model, "dtype", torch.float32)
-        for name, factors, base in compressed(model):
+        for name, (factors, base) in compressed(model).items():
             guard = torch.zeros(1, dtype=dtype)
             if isinstance(factors, LowRankLinear) or isinstance(base, QuantizedLinear):
                 name = f"{name}.weight"

@@ -1,15 +1,15 @@
-"""Loads a low-rank model where nmm_compiler is not installed, with trust_remote_code=True.
+"""The layers of a low-rank model in plain PyTorch, and what loads one without nmm_compiler.
 
-`nmm_compiler.save` puts a copy of this file beside the weights. Where nmm_compiler is imported, its
-own layers are used.
+`nmm_compiler.save` puts a copy of this file beside the weights, for trust_remote_code=True. The
+layers of nmm_compiler derive from these: names and shapes of stored tensors are said here alone.
+Where nmm_compiler is imported, its own layers are used.
 """
 
+import sys
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
-from transformers.quantizers import auto
 
 E4M3 = torch.float8_e4m3fn
 BYTES = {"int8": torch.int8, "fp8": E4M3, "mxfp8": E4M3, "mxfp8_e5m2": torch.float8_e5m2}
@@ -21,55 +21,72 @@ NIBBLES = {
 
 
 class FewBitLinear(nn.Module):
-    """A linear of few bits, with a scale for each output, 32 elements of it, or each input."""
+    """A linear of few bits, with a scale for each output, 32 elements of it, or each input.
+
+    values: uint8 [outputs, inputs bits / 8]. scale: [outputs, 1], [outputs, inputs / 32] or [1,
+    inputs], in the dtype of the model, or uint8 for powers of two. place: device and dtype.
+    """
+
+    values: torch.Tensor
+    scale: torch.Tensor
 
     def __init__(
-        self, inputs: int, outputs: int, bias: bool, kind: str, by_input: bool = False
-    ) -> None:
+        self, inputs: int, outputs: int, bias: bool, format: str, by_input: bool = False,
+        **place: Any,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.kind = kind
-        width = inputs if kind in BYTES else inputs // 2
-        self.register_buffer("values", torch.zeros(outputs, width, dtype=torch.uint8))
-        scales = torch.ones(outputs, 1 if kind in ("int8", "fp8") else inputs // 32)
-        scales = torch.ones(1, inputs) if by_input else scales
-        if kind.startswith("mx"):
-            self.register_buffer("scale", scales.to(torch.uint8))
+        self.in_features, self.out_features, self.format = inputs, outputs, format
+        raw = {**place, "dtype": torch.uint8}
+        width = inputs if format in BYTES else inputs // 2
+        self.register_buffer("values", torch.zeros(outputs, width, **raw))
+        sizes = (outputs, 1 if format in ("int8", "fp8") else inputs // 32)
+        sizes = (1, inputs) if by_input else sizes
+        kind = raw if format.startswith("mx") else place
+        self.register_buffer("scale", torch.ones(sizes, **kind))
+        self.bias = nn.Parameter(torch.zeros(outputs, **place)) if bias else None
+
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weight [outputs, inputs] in a dtype."""
+        values, scale = self.values, self.scale
+        if self.format.startswith("mx"):
+            scale = scale.view(torch.float8_e8m0fnu).to(dtype)
+        if self.format in BYTES:
+            elements = values.view(BYTES[self.format]).to(scale.dtype)
         else:
-            self.scale = nn.Parameter(scales, requires_grad=False)
-        self.bias = nn.Parameter(torch.zeros(outputs)) if bias else None
+            codes = torch.stack((values & 15, values >> 4), -1).flatten(1).int()
+            elements = torch.tensor(NIBBLES[self.format], device=values.device, dtype=scale.dtype)
+            elements = elements[codes]
+        return (elements.unflatten(1, (scale.shape[1], -1)) * scale[..., None]).flatten(1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map x [.., inputs] to [.., outputs]."""
-        values: Any = self.values
-        scale: Any = self.scale
-        if self.kind.startswith("mx"):
-            scale = scale.view(torch.float8_e8m0fnu).to(x.dtype)
-        if self.kind in BYTES:
-            elements = values.view(BYTES[self.kind]).to(scale.dtype)
-        else:
-            codes = torch.stack((values & 15, values >> 4), -1).flatten(1).int()
-            elements = torch.tensor(NIBBLES[self.kind], device=x.device, dtype=scale.dtype)[codes]
-        blocks = elements.unflatten(1, (scale.shape[1], -1)) * scale[..., None]
-        return nn.functional.linear(x, blocks.flatten(1), self.bias)
+        return nn.functional.linear(x, self.dequantized(x.dtype), self.bias)
 
 
 class LowRankLinear(nn.Module):
-    """A linear as two factors, perhaps beside a base of few bits."""
+    """A linear of rank r as two factors, down [r, inputs] and up [outputs, r] with the bias.
+
+    format: of factors that are not floats. base: of the weight beside them, if there is one. place:
+    device and dtype. few: the class of what has few bits.
+    """
+
+    few: Any = FewBitLinear
 
     def __init__(
-        self, inputs: int, rank: int, outputs: int, bias: bool, kind: str | None, base: str | None
-    ) -> None:
+        self, in_features: int, rank: int, out_features: int, bias: bool = True,
+        format: str | None = None, base: str | None = None, **place: Any,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.in_features, self.out_features = inputs, outputs
-        self.down: nn.Module
-        self.up: nn.Module
-        if kind is None:
-            self.down, self.up = nn.Linear(inputs, rank, False), nn.Linear(rank, outputs, bias)
-        else:
-            self.down = FewBitLinear(inputs, rank, False, kind)
-            beside = kind == "fp8" and base is not None and base.startswith("mx")
-            self.up = FewBitLinear(rank, outputs, bias, kind, beside)
-        self.base = None if base is None else FewBitLinear(inputs, outputs, False, base)
+        self.in_features, self.rank, self.out_features = in_features, rank, out_features
+        self.down: Any = nn.Linear(in_features, rank, False, **place)
+        self.up: Any = nn.Linear(rank, out_features, bias, **place)
+        self.base: Any = None
+        if base is not None:
+            self.base = self.few(in_features, out_features, False, base, **place)
+        if format is not None:
+            self.down = self.few(in_features, rank, False, format, **place)
+            beside = format == "fp8" and (base or "").startswith("mx")
+            self.up = self.few(rank, out_features, bias, format, beside, **place)
 
     def forward(self, x: torch.Tensor) -> Any:
         """Map x [.., inputs] to [.., outputs]."""
@@ -91,34 +108,41 @@ def places(model: Any, names: Any) -> dict[str, str]:
     return found
 
 
+def empty(old: Any, name: str, saved: Any, kind: Any = LowRankLinear, **place: Any) -> nn.Module:
+    """Return a layer without numbers for a linear that was saved under a name.
+
+    saved: what config.json says. Of rank 0 it is a base alone.
+    """
+    inputs, outputs = old.weight.shape[::-1] if isinstance(old, nn.Linear) else old.weight.shape
+    bias, rank = old.bias is not None, saved["ranks"][name]
+    format, base = (saved.get(key, {}).get(name) for key in ("formats", "bases"))
+    if rank:
+        return kind(inputs, rank, outputs, bias, format, base, **place)
+    return kind.few(inputs, outputs, bias, base, **place)
+
+
 def _with_factors(model: Any, saved: Any) -> None:
     """Replace the linears that have a rank."""
     for name, path in places(model, saved["ranks"]).items():
-        rank = saved["ranks"][name]
-        old: Any = model.get_submodule(path)
-        inputs, outputs = old.weight.shape[::-1] if isinstance(old, nn.Linear) else old.weight.shape
-        kind, base = (saved.get(key, {}).get(name) for key in ("formats", "bases"))
-        parent, _, child = path.rpartition(".")
-        new: nn.Module
-        if rank:
-            new = LowRankLinear(inputs, rank, outputs, old.bias is not None, kind, base)
-        else:
-            new = FewBitLinear(inputs, outputs, old.bias is not None, str(base))
+        new = empty(model.get_submodule(path), name, saved)
         new.register_buffer("weight", torch.zeros(1))  # stored: the dense class refuses the file
-        setattr(model.get_submodule(parent), child, new)
+        model.set_submodule(path, new)
 
 
 def __getattr__(name: str) -> Any:
     """Return transformers' class of this name, with factors in the place of its linears."""
-    base = getattr(transformers, name, None)
+    transformers: Any = sys.modules.get("transformers")
+    base: Any = getattr(transformers, name, None)
     if not (isinstance(base, type) and issubclass(base, transformers.PreTrainedModel)):
         raise AttributeError(f"transformers has no model {name!r}")
 
     def __init__(self: Any, config: Any, *args: Any, **keywords: Any) -> None:  # noqa: N807
-        base.__init__(self, config, *args, **keywords)
+        from transformers.quantizers import auto
+
+        super(kind, self).__init__(config, *args, **keywords)
         if "nmm_lowrank" not in auto.AUTO_QUANTIZER_MAPPING:
             _with_factors(self, config.quantization_config)
 
-    kind = type(name, (base,), {"__init__": __init__, "__module__": __name__})
+    kind: Any = type(name, (base,), {"__init__": __init__, "__module__": __name__})
     globals()[name] = kind
     return kind

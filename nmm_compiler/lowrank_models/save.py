@@ -179,7 +179,7 @@ def _layer(
         )
     if layer.bias is None:  # the file has none: the model's own stays
         layer.up.bias = cast(Any, old).bias
-    weight = next(old.parameters())
+    weight = cast(Any, old).weight
     if not weight.is_meta:
         layer.to(weight.device)
     return layer.requires_grad_(weight.requires_grad).train(old.training)

@@ -31,14 +31,14 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from nmm_compiler.errors import ModelError, OptionTypeError, closest, nearest
-from nmm_compiler.lowrank_models.experts import ExpertLinear
+from nmm_compiler.lowrank_models.experts import ExpertLinear, StackedBase
 from nmm_compiler.lowrank_models.modules import (
     LowRankLinear,
+    QuantizedLinear,
     distinct_modules,
     is_conv1d,
     sizes_of,
 )
-from nmm_compiler.lowrank_models.quantize import Packed
 from nmm_compiler.lowrank_models.report import Skipped
 
 Patterns = str | Iterable[str] | None
@@ -194,7 +194,7 @@ def _read(module: nn.Module) -> tuple[tuple[int, ...], str] | None:
     own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
     shapes = [tuple(tensor.shape) for tensor in own if tensor.dim() >= 2]
     reason = f"{kind} multiplies by a weight of its own and is not an nn.Linear"
-    if isinstance(module, Packed):
+    if isinstance(module, (QuantizedLinear, StackedBase)):
         reason = f"already quantized ({module.format})"
     return (shapes[0], reason) if shapes else None
 

@@ -25,8 +25,11 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from nmm_compiler.errors import OptionTypeError, ShapeError, UnknownNameError
-from nmm_compiler.lowrank_models.modules import LowRankLinear, lowrank_layers
-from nmm_compiler.lowrank_models.quantize import QuantizedLinear
+from nmm_compiler.lowrank_models.modules import (
+    LowRankLinear,
+    QuantizedLinear,
+    lowrank_layers,
+)
 from nmm_compiler.options import FACTOR_SPLITS
 
 if TYPE_CHECKING:

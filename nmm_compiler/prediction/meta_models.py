@@ -45,8 +45,7 @@ from nmm_compiler.lowrank_models.experts import (
 )
 from nmm_compiler.lowrank_models.hf import require_transformers
 from nmm_compiler.lowrank_models.meta_copies import MetaModel, shorten, without_data
-from nmm_compiler.lowrank_models.modules import LowRankLinear
-from nmm_compiler.lowrank_models.quantize import QuantizedLinear
+from nmm_compiler.lowrank_models.modules import LowRankLinear, QuantizedLinear
 from nmm_compiler.lowrank_models.tensor_parallel import linear_roles
 from nmm_compiler.ops import registration as _registered  # noqa: F401  (defines torch.ops.nmm)
 from nmm_compiler.outputs import read_json
@@ -89,7 +88,7 @@ def meta_model(model_or_config: Any, dtype: torch.dtype) -> MetaModel:
     return MetaModel(module.eval(), name)
 
 
-def saved_layers(config: Any) -> hf_layers.SavedLayers | None:
+def saved_layers(config: Any) -> hf_layers.Saved | None:
     """Return what the config of a saved low-rank model says of its layers, None for any other.
 
     Raises ModelError for a config of another quantization, FileError for a damaged one.
@@ -103,7 +102,7 @@ def saved_layers(config: Any) -> hf_layers.SavedLayers | None:
             f"the config is of a model quantized by {fields.get('quant_method')}; pass the config "
             "of the model that it was made from, and weights= for the format"
         )
-    return hf_layers.SavedLayers.read(fields)
+    return hf_layers.read_layers(fields)
 
 
 def dense_config(given: Any) -> Any:
@@ -187,7 +186,7 @@ def prepare(given: Any, low: Mapping[str, Any] | None, dtype: str, tp: int) -> P
     if low is not None:
         compress(model.module, **low, allow_slower=True)
         model.module.requires_grad_(False)
-    ranks = tuple(sorted(set(hf_layers.SavedLayers.of(model.module).ranks.values()) - {0}))
+    ranks = tuple(sorted(set(hf_layers.saved_layers(model.module)["ranks"].values()) - {0}))
     parameters = count_parameters(model.module)
     shared = experts_as_calls(model, tp)
     shorten(model)

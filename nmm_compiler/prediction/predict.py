@@ -211,9 +211,9 @@ def _weight_bytes(model: MetaModel, machine: Machine, head: str) -> int:
         elif here.form.base and parameter.dim() == 2 and "embed" not in name:
             size = here.form.stored_bytes(*reversed(parameter.shape))
         total += len(model.originals(name)) * size
-    for name, buffer in model.module.named_buffers():  # factors of eight bits
-        if buffer.dim() == 2 and buffer.element_size() == 1:
-            total += len(model.originals(name)) * buffer.numel()
+    for name, buffer in model.module.named_buffers():  # of few bits
+        if buffer.dim() == 2 and (buffer.element_size() == 1 or name.endswith(".scale")):
+            total += len(model.originals(name)) * buffer.nbytes
     return total
 
 

@@ -16,12 +16,9 @@ from nmm_compiler.errors import (
     ShapeError,
 )
 from nmm_compiler.kernels.packed_formats import FORMATS, dequantize
-from nmm_compiler.lowrank_models import quantize
+from nmm_compiler.lowrank_models import modules
 from nmm_compiler.lowrank_models.apply import calibrate, compress, count_bytes
-from nmm_compiler.lowrank_models.modules import LowRankLinear
-from nmm_compiler.lowrank_models.quantize import (
-    QuantizedLinear,
-)
+from nmm_compiler.lowrank_models.modules import LowRankLinear, QuantizedLinear
 from nmm_compiler.lowrank_models.tensor_parallel import tensor_parallel_plan
 
 IDS = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(1))
@@ -149,8 +146,8 @@ def test_a_base_is_rounded_for_its_inputs_and_its_branch(base, rank, monkeypatch
     errors = []
     for fitted in (False, True):
         if not fitted:
-            monkeypatch.setattr(quantize, "ROUNDS", 0)
-            monkeypatch.setattr(quantize, "PULL", 1 - 1e-9)
+            monkeypatch.setattr(modules, "ROUNDS", 0)
+            monkeypatch.setattr(modules, "PULL", 1 - 1e-9)
         model = nn.Sequential(nn.Linear(128, 96, bias=False))
         torch.manual_seed(1)
         nn.init.normal_(model[0].weight)

@@ -11,7 +11,7 @@ from toy_models import llama
 from nmm_compiler.errors import FileError, ModelError, OptionTypeError, UnknownNameError
 from nmm_compiler.lowrank_models import hf
 from nmm_compiler.lowrank_models.apply import compress, count_bytes
-from nmm_compiler.lowrank_models.quantize import quantize_factors
+from nmm_compiler.lowrank_models.modules import quantize_factors
 from nmm_compiler.lowrank_models.recover import recover
 from nmm_compiler.lowrank_models.save import save_factors
 from nmm_compiler.targets import get

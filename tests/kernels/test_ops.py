@@ -26,7 +26,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from nmm_compiler.errors import ModelError, ShapeError, SpecError, UnknownNameError
-from nmm_compiler.lowrank_models.quantize import QuantizedLinear
+from nmm_compiler.lowrank_models.modules import QuantizedLinear
 from nmm_compiler.ops import registration
 from nmm_compiler.ops.lower import lower
 from nmm_compiler.ops.lower import tokens as tokens_of

@@ -11,8 +11,7 @@ from toy_models import llama
 
 import nmm_compiler as nmm
 from nmm_compiler.kernels.tiling import rows_in_runs
-from nmm_compiler.lowrank_models.modules import LowRankLinear
-from nmm_compiler.lowrank_models.quantize import QuantizedLinear, round_factors
+from nmm_compiler.lowrank_models.modules import LowRankLinear, QuantizedLinear, round_factors
 from nmm_compiler.ops.linear import CORRECTED, CORRECTED_MLP
 from nmm_compiler.ops.lower import lower
 from nmm_compiler.runtime.weights import Packs

@@ -11,8 +11,7 @@ import torch
 from models import VERIFIED, Backend, Model, calls_of, compiled
 from torch import nn
 
-from nmm_compiler.lowrank_models.modules import LowRankLinear
-from nmm_compiler.lowrank_models.quantize import QuantizedLinear, quantize_factors
+from nmm_compiler.lowrank_models.modules import LowRankLinear, QuantizedLinear, quantize_factors
 from nmm_compiler.passes.pipeline import rewrite
 
 BF16 = torch.bfloat16
