@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from nmm_compiler.kernels.linear.specs import GatedMLPSpec as GatedMLPSpec
     from nmm_compiler.kernels.linear.specs import LowRankSpec as LowRankSpec
     from nmm_compiler.kernels.linear.specs import MatmulSpec as MatmulSpec
+    from nmm_compiler.lowrank_models.hf import load as load
     from nmm_compiler.lowrank_models.hf import save as save
-    from nmm_compiler.lowrank_models.load import load as load
     from nmm_compiler.lowrank_models.modules import quantize_factors as quantize_factors
     from nmm_compiler.lowrank_models.recover import recover as recover
     from nmm_compiler.mlir.export import export_mlir as export_mlir
@@ -66,7 +66,7 @@ _HOMES = {
     "explain": "nmm_compiler.passes.pipeline",
     "export_mlir": "nmm_compiler.mlir.export",
     "last_report": "nmm_compiler.backend",
-    "load": "nmm_compiler.lowrank_models.load",
+    "load": "nmm_compiler.lowrank_models.hf",
     "predict": "nmm_compiler.prediction.predict",
     "quantize_factors": "nmm_compiler.lowrank_models.modules",
     "recover": "nmm_compiler.lowrank_models.recover",

@@ -124,7 +124,7 @@ def attempts(count: int, seed: int) -> Iterator[tuple[str, str]]:
 def _judged(directory: Path, others: list[Path], expected: list[torch.Tensor]) -> tuple[str, str]:
     """Return what became of a save. others: what was there before, beside an old model."""
     from nmm_compiler.errors import NmmError
-    from nmm_compiler.lowrank_models.load import load
+    from nmm_compiler.lowrank_models.hf import load
 
     put_aside = next(directory.parent.glob(".model.*/old"), directory)
     if not directory.exists() and put_aside.exists():

@@ -102,10 +102,9 @@ def with_weights(name: str) -> tuple[Any, Any]:
         return language_model()
     directory = described(name)
     require_transformers(f"loading {name}")
-    from nmm_compiler.lowrank_models.load import load as load_lowrank
-    from nmm_compiler.lowrank_models.load import load_tokenizer
+    from nmm_compiler.lowrank_models import hf
 
-    return load_lowrank(directory), load_tokenizer(directory)
+    return hf.load(directory), hf.load_tokenizer(directory)
 
 
 def described(name: str) -> Any:

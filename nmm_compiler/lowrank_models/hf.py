@@ -12,16 +12,24 @@ safetensors and that config. Such a directory is loaded right, or with an error:
 In any other way transformers would warn and initialize the low-rank layers at random. So each is
 stored with a guard: a tensor NAME.weight of one element, which does not fit the dense layer, so
 that transformers raises. The first two ways pass the guards over.
+
+`load` reads a directory, low-rank or dense, that may be incomplete, damaged or hostile, or raises
+one line: `from_pretrained` raises all kinds of exceptions for damaged files, and initializes
+missing weights with a warning. It first looks at the files (sizes, JSON, names in the index), then
+lets transformers load them, and refuses a model with weights that are missing or of another shape.
+Nothing in the directory is executed: no remote code, and pickled weights go through torch's
+`weights_only` reader.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import json
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,13 +38,23 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from nmm_compiler.errors import FileError, MissingPackageError, OptionTypeError, OutputError
+from nmm_compiler.errors import (
+    FileError,
+    MissingPackageError,
+    NmmError,
+    OptionTypeError,
+    OutputError,
+    one_line,
+)
 from nmm_compiler.lowrank_models.experts import CompressedExperts
 from nmm_compiler.lowrank_models.hf_layers import METHOD, compressed, saved_layers
 from nmm_compiler.lowrank_models.modules import lowrank_layers
 from nmm_compiler.outputs import read_json, replace_directory
 
 _CODE = "modeling_nmm_lowrank"
+_INDEX = "model.safetensors.index.json"
+# Sizes past these are damage, and would keep transformers busy for hours.
+_LARGEST = {"_size": 1 << 20, "n_embd": 1 << 20, "layers": 4096, "n_layer": 4096, "experts": 65536}
 
 
 def register() -> None:
@@ -175,3 +193,117 @@ def save(
             "they were: make room, or pass another directory"
         ) from error
     return Path(directory)
+
+
+def load(directory: str | Path) -> Any:
+    """Return the transformers model of a directory, low-rank or dense, in eval mode.
+
+    Args:
+        directory: what `save`, or `save_pretrained` of a compressed model, wrote.
+
+    Returns:
+        The model, of the architecture that its config names. No code of the directory runs.
+
+    Raises:
+        FileError: the directory is not a whole model; the message is one line.
+    """
+    with _in_one_line(str(directory)):
+        check_files(Path(directory))
+        import transformers
+
+        register()
+        here: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+        config = transformers.AutoConfig.from_pretrained(directory, **here)
+        kind = _model_class(config)
+        verbosity = transformers.logging.get_verbosity()
+        transformers.logging.set_verbosity_error()  # its warnings are errors here
+        try:
+            model, info = kind.from_pretrained(directory, output_loading_info=True, **here)
+        finally:
+            transformers.logging.set_verbosity(verbosity)
+        for what, keys in info.items():
+            if what in ("missing_keys", "mismatched_keys") and keys:
+                shown = ", ".join(sorted(map(str, keys))[:4])
+                raise FileError(
+                    f"the weights lack {shown} ({len(keys)} in all), which "
+                    f"{type(model).__name__} needs"
+                )
+        return model.eval()
+
+
+@contextlib.contextmanager
+def _in_one_line(what: str) -> Iterator[None]:
+    """Turn whatever transformers raises for what is in files into a FileError of one line."""
+    try:
+        yield
+    except Exception as error:
+        kind = "" if isinstance(error, NmmError) else f"{type(error).__name__}: "
+        raise FileError(
+            f"{what} cannot be loaded: {kind}{one_line(error)}; copy the whole directory again"
+        ) from error
+
+
+def check_files(directory: Path) -> None:
+    """Raise FileError unless config and index can be read as such, and the files are there."""
+    config = read_json(directory / "config.json")
+    for key, value in config.items():
+        largest = next((v for end, v in _LARGEST.items() if key.endswith(end)), None)
+        if largest is not None and isinstance(value, (int, float)) and not 0 <= value <= largest:
+            raise FileError(f"config.json has {key} {value!s:.40}; restore the file")
+    whole = directory / "model.safetensors"
+    for path in [whole] if whole.exists() else indexed(directory):
+        if not path.is_file():  # a pipe would hang
+            raise FileError(f"{path.name} is missing, or no regular file")
+
+
+def indexed(directory: Path) -> list[Path]:
+    """Return the safetensors files that a directory's index names, all in it; [] without one."""
+    if not (directory / _INDEX).exists():
+        return []
+    names = read_json(directory / _INDEX).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise FileError(f"{_INDEX} has no weight_map; restore the file")
+    for name in names.values():
+        if (
+            not isinstance(name, str)
+            or Path(name).name != name
+            or not name.endswith(".safetensors")
+        ):
+            raise FileError(
+                f"{_INDEX} names {name!r:.80}, which is no safetensors file of this directory"
+            )
+    return [directory / name for name in sorted(set(names.values()))]
+
+
+def _model_class(config: Any) -> Any:
+    """Return the class that config.json names, AutoModel where it names none.
+
+    Raises FileError for a name that transformers does not know: another class would leave
+    weights out, and load.
+    """
+    import transformers
+
+    named = getattr(config, "architectures", None)
+    if named is None:
+        return transformers.AutoModel
+    name = named[0] if isinstance(named, list) and named else named
+    kind = getattr(transformers, name, None) if isinstance(name, str) else None
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+        raise FileError(
+            f"config.json has architectures {named!r:.100}, and transformers "
+            f"{transformers.__version__} has no such model; restore the line of the original"
+        )
+    return kind
+
+
+def load_tokenizer(directory: str | Path) -> Any:
+    """Return the tokenizer of a directory, or None; FileError for one that is damaged."""
+    import transformers
+
+    files = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "tokenizer.model")
+    if not any((Path(directory) / file).is_file() for file in files):
+        return None
+    with _in_one_line(f"the tokenizer in {directory}"):
+        return transformers.AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )

@@ -28,7 +28,7 @@ from torch import nn
 
 from nmm_compiler import outputs
 from nmm_compiler.errors import FileError, ShapeError
-from nmm_compiler.lowrank_models.load import indexed
+from nmm_compiler.lowrank_models.hf import indexed
 from nmm_compiler.lowrank_models.modules import LowRankLinear, lowrank_layers, put, sizes_of
 
 _FORMAT = {"format": "nmm_lowrank_factors", "version": "1"}

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from nmm_compiler.errors import FileError, OutputError
 from nmm_compiler.lowrank_models import hf
 from nmm_compiler.lowrank_models.apply import compress
-from nmm_compiler.lowrank_models.load import load
+from nmm_compiler.lowrank_models.hf import load
 from nmm_compiler.lowrank_models.modules import LowRankLinear
 
 transformers = pytest.importorskip("transformers")

@@ -11,7 +11,7 @@ from compress_models import stack
 from safetensors.torch import load_file
 
 from nmm_compiler.errors import FileError
-from nmm_compiler.lowrank_models.load import load
+from nmm_compiler.lowrank_models.hf import load
 from nmm_compiler.lowrank_models.modules import lowrank_layers
 from nmm_compiler.lowrank_models.save import load_factors
 
