@@ -9,12 +9,13 @@ process of their own whose time and memory are limited (`commands.py`, `limited.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import inspect
 import io
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -140,12 +141,12 @@ def kernel(
 def _of_linear(family: str, words: Sequence[str]) -> str:
     """Return the family of a linear layer: with --groups adapters, where it has a rank, or experts;
     "linear" is few-bit weights with a --weight format; else it is a matmul."""
-    names = {name for name, _ in _options(words)}
+    names = {word.partition("=")[0] for word in words}
     if family != "linear":
         return family
-    if "groups" in names:
-        return "adapters" if "r" in names else "experts"
-    return "linear" if "weight" in names else "matmul"
+    if "--groups" in names:
+        return "adapters" if "--r" in names else "experts"
+    return "linear" if "--weight" in names else "matmul"
 
 
 def _fields(family: str) -> dict[str, inspect.Parameter]:
@@ -165,33 +166,26 @@ OPTIONS = "\n\n".join(
 
 
 def make_spec(family: str, words: Sequence[str]) -> Any:
-    """Return the family's spec from its fields as options; raise for unknown and missing ones."""
+    """Return the family's spec from its fields as options; raise for unknown and missing ones.
+
+    An option is `--name value`, `--name=value`, `--name` for true or `--no-name` for false.
+    """
     fields = _fields(family)
-    given: dict[str, Any] = {}
-    for name, value in _options(words):
-        if name not in fields:
-            raise UnknownNameError(f"option of {family}", _flag(name), [*map(_flag, fields)])
-        given[name] = [*given.get(name, ()), value] if name == "pairs" else _value(value)
+    parser = argparse.ArgumentParser(
+        add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS
+    )
+    for name in fields:
+        read: Any = {"action": "append"} if name == "pairs" else {"type": _value}
+        parser.add_argument(_flag(name), f"--{name}", nargs="?", const=True, **read)
+        parser.add_argument(_flag(f"no_{name}"), nargs="?", const=False, dest=name)
+    given, others = parser.parse_known_args(words)
+    if others:
+        raise UnknownNameError(f"option of {family}", others[0], [*map(_flag, fields)])
     needed = [name for name, field in fields.items() if field.default is field.empty]
     missing = [_flag(name) for name in needed if name not in given]
     if missing:
         raise SpecError(f"{family} needs {', '.join(missing)}")
-    return FAMILIES[family].spec_class(**given)
-
-
-def _options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield (field, text) of `--name value`, `--name=value`, `--name` and `--no-name`; of another
-    word itself."""
-    left = list(words)
-    while left:
-        name, equals, value = left.pop(0).partition("=")
-        name = name.removeprefix("--").replace("-", "_")
-        if not equals and left and not left[0].startswith("--"):
-            value = left.pop(0)
-        elif not equals:
-            value = "false" if name.startswith("no_") else "true"
-            name = name.removeprefix("no_")
-        yield name, value
+    return FAMILIES[family].spec_class(**vars(given))
 
 
 def _value(text: str) -> Any:
