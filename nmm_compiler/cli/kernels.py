@@ -172,13 +172,16 @@ def make_spec(family: str, words: Sequence[str]) -> Any:
     """
     fields = _fields(family)
     parser = argparse.ArgumentParser(
-        add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS
+        add_help=False, allow_abbrev=False, exit_on_error=False, argument_default=argparse.SUPPRESS
     )
     for name in fields:
         read: Any = {"action": "append"} if name == "pairs" else {"type": _value}
         parser.add_argument(_flag(name), f"--{name}", nargs="?", const=True, **read)
-        parser.add_argument(_flag(f"no_{name}"), nargs="?", const=False, dest=name)
-    given, others = parser.parse_known_args(words)
+        parser.add_argument(_flag(f"no_{name}"), dest=name, action="store_const", const=False)
+    try:
+        given, others = parser.parse_known_args(words)
+    except argparse.ArgumentError as error:  # a value behind --no-name
+        raise SpecError(f"{family}: {error}") from None
     if others:
         raise UnknownNameError(f"option of {family}", others[0], [*map(_flag, fields)])
     needed = [name for name, field in fields.items() if field.default is field.empty]
