@@ -62,7 +62,7 @@ def list_(
             | {"state": info.state, "size_bytes": info.size_bytes, "used": info.used}
             for info in infos
         ]
-        return values.Answer(each, [_of_all(store, infos)])
+        return values.Answer(each, _of_all(store, infos))
     if Path(entry).is_file():  # named entries, or what --json prints of an entry
         named = read_json(Path(entry))
         wanted = Key.make(named.get("key", named))
@@ -79,7 +79,7 @@ def list_(
         rows += [(f"meta.{name}", json.dumps(value)) for name, value in kept.meta.items()]
         rows += [(n, counted(len(t.splitlines()), "line")) for n, t in kept.files.items()]
         parts += [Line(f"path: {kept.path}"), Grid.of(("of this entry", ""), rows)]
-    return values.Answer(data, [parts])
+    return values.Answer(data, parts)
 
 
 def _plain(digest: str, entry: Entry | None) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def verify(
     said = f"{counted(len(rows), 'entry', 'entries')}: {counts or 'nothing to verify'}"
     return values.Answer(
         {row.digest: row.state for row in rows},
-        [said, *(f"{row.digest[:12]}  {row.state}" for row in bad)],
+        [Line(said), *(Line(f"{row.digest[:12]}  {row.state}") for row in bad)],
         passed=not bad,
     )
 
@@ -158,7 +158,7 @@ def clear(
         typer.confirm(f"delete every entry of {store.directory}?", abort=True)
     gone, left = len(store.prune(keep or 0)), len(list(store.entries()))
     said = f"{counted(gone, 'entry', 'entries')} deleted, {left} left"
-    return values.Answer({"deleted": gone, "left": left}, [said])
+    return values.Answer({"deleted": gone, "left": left}, [Line(said)])
 
 
 def open_store(mode: str | None = None) -> Store:
@@ -276,7 +276,7 @@ def build(
         if to_list is not None:
             rows = [{"family": s.family, "spec": s.to_dict(), "target": t} for s, t in kernels]
             write_text(to_list, "".join(f"{json.dumps(row)}\n" for row in rows))
-            return values.Answer(rows, [f"{counted(len(kernels), 'kernel')}: {to_list}"])
+            return values.Answer(rows, [Line(f"{counted(len(kernels), 'kernel')}: {to_list}")])
         tuned: list[Any] = []
         if search is not None:
             from nmm_compiler.codegen.tune import tune
@@ -297,10 +297,13 @@ def build(
     return values.Answer(
         {**filled.to_dict(), "cache": str(cache_dir()), "tuned": [one.to_dict() for one in tuned]},
         [
-            *([table] if tuned else []),
-            *(text for one in sent for text in one.shown),
-            f"{filled}; cache: {cache_dir()}",
-            *(f"failed: {one.kernel} for {one.target}: {one.reason}" for one in filled.failed),
+            *(table if tuned else []),
+            *(part for one in sent for part in one.shown),
+            Line(f"{filled}; cache: {cache_dir()}"),
+            *(
+                Line(f"failed: {one.kernel} for {one.target}: {one.reason}")
+                for one in filled.failed
+            ),
         ],
         passed=not filled.failed,
     )
@@ -315,7 +318,7 @@ def _moved(
         count = move(store)
     except (OSError, ImportError, ValueError) as error:  # what filesystems and fsspec raise
         raise CacheError(f"entries cannot be {said.split()[0]}: {place}: {error}") from error
-    return values.Answer({"entries": count}, [f"{counted(count, 'entry', 'entries')} {said}"])
+    return values.Answer({"entries": count}, [Line(f"{counted(count, 'entry', 'entries')} {said}")])
 
 
 def _of_file(path: Path, targets: Sequence[str]) -> list[tuple[KernelSpec, str]]:

@@ -145,7 +145,7 @@ def _run(
         "verdict": planned.verdict(),
         "passed": passed,
     }
-    return values.Answer(figures, [parts], passed=passed)
+    return values.Answer(figures, parts, passed=passed)
 
 
 def _kernels_of(prediction: Any, priced: list[Any]) -> list[Any]:

@@ -94,7 +94,7 @@ def doctor(
     ]  # fmt: skip
     table = Grid.of(("what", "found"), rows)
     said = Line(f"nmm_compiler {VERSION}")
-    return values.Answer({"nmm_compiler": VERSION, **dict(rows)}, [[said, table]])
+    return values.Answer({"nmm_compiler": VERSION, **dict(rows)}, [said, table])
 
 
 def _fit(verdicts: Path, out: Path | None) -> values.Answer:
@@ -107,7 +107,7 @@ def _fit(verdicts: Path, out: Path | None) -> values.Answer:
     if out is not None:
         outputs.write_text(out, json.dumps(found.file(), indent=1) + "\n")
     use = [Line(f"use it with --target {out}")] if out is not None else []
-    return values.Answer(found.to_dict(), [[*found.parts(), *use]])
+    return values.Answer(found.to_dict(), [*found.parts(), *use])
 
 
 def _climb(out: Path | None) -> values.Answer:
@@ -123,4 +123,4 @@ def _climb(out: Path | None) -> values.Answer:
         place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         outputs.write_text(place, ladder.to_json() + "\n")
     kept = [Line(f"verdicts written to {place}")] if place is not None else []
-    return values.Answer(ladder.to_dict(), [[*ladder.parts(), *kept]], passed=ladder.passed)
+    return values.Answer(ladder.to_dict(), [*ladder.parts(), *kept], passed=ladder.passed)

@@ -111,6 +111,7 @@ def kernel(
     choices = choose(spec, target) if schedules else ()
     path = str(built.path) if built.path.is_file() else None
     rows = [
+        ("source", path or "in memory only: use --print"),
         ("spec", built.spec), ("schedule", built.schedule),
         ("dialect", TITLES[built.dialect] or None),
         ("predicted", profile.summary()), *(("note", note) for note in spec.notes()),
@@ -128,11 +129,10 @@ def kernel(
             "proof": None if proof is None else proof.to_dict(),
         },
         [
-            f"source    {path or 'in memory only: use --print'}",  # no path is broken
-            [*(Line(f"{name:<9} {value}", hang=10) for name, value in rows if value is not None),
-             profile.overview()[-1],
-             *([Section("schedules", (schedule_table(choices),))] if schedules else [])],
-            *([[Code(built.source)]] if print_source else []),
+            *(Line(f"{name:<9} {value}", hang=10) for name, value in rows if value is not None),
+            profile.overview()[-1],
+            *([Section("schedules", (schedule_table(choices),))] if schedules else []),
+            *([Code(built.source)] if print_source else []),
         ],
         passed=proof is None or proof.passed,
     )  # fmt: skip
@@ -233,14 +233,14 @@ def simulate(
     arguments = arguments_of(arg or [], data=True)
     wanted = None if reference is None else reference_of(reference, arguments)
     result: Any = run_file(kernel, named=arguments, target=target, grid=grid)
-    shown, proof = [result.overview()], None
+    shown, proof = result.overview(), None
     if wanted is not None:
         inputs = [v for v in arguments.values() if hasattr(v, "dtype")]
         proof = compared(kernel, result.outputs, wanted, inputs)
-        shown.append(f"compared with {reference}: {proof}")
+        shown.append(Line(f"compared with {reference}: {proof}"))
     if save_to is not None:
         save(save_to, result.outputs)
-        shown.append(f"outputs: {save_to}")
+        shown.append(Line(f"outputs: {save_to}"))
     checked = None if proof is None else proof.to_dict()
     passed = proof is None or proof.passed
     return values.Answer(result.to_dict() | {"reference": checked}, shown, passed)
@@ -290,10 +290,10 @@ def profile(
         ranked = first.advice()
         parts, page = first.parts(ranked), first.page_parts(ranked)
         data = data[runs[0][0]] | {"advice": [one.to_dict() for one in ranked]}
-    shown: list[str | Sequence[Part]] = [parts]
+    shown = [*parts]
     if trace is not None:
         write_trace(profiles, trace)
-        shown.append(f"trace: {trace} (open it at ui.perfetto.dev)")
+        shown.append(Line(f"trace: {trace} (open it at ui.perfetto.dev)"))
     return values.Answer(data, shown, page=(f"{', '.join(kernels)} on {target}", page))
 
 
@@ -516,8 +516,8 @@ def lint(
         ],
         [
             # a finding is one line, for editors
-            *([Code(f"{path}:{one}")] for path, one in findings),
-            f"{said}, {counted(warnings, 'warning')}",
+            *([Code("\n".join(f"{path}:{one}" for path, one in findings))] if findings else []),
+            Line(f"{said}, {counted(warnings, 'warning')}"),
         ],
         passed=not (errors or (strict and warnings)),
     )  # fmt: skip

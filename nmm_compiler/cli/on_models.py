@@ -107,7 +107,7 @@ def explain(
             page = [top, *page, matched, *rest]
     if repro is not None:
         write_text(repro, result.reproducer(target=target))
-    return values.Answer(result.to_dict(), [str(result)], page=(f"{model} on {target}", page))
+    return values.Answer(result.to_dict(), result.parts(), page=(f"{model} on {target}", page))
 
 
 def _predicted(name: str, model: Any, before: Any, inputs: dict[str, Any], target: str) -> Part:
@@ -232,7 +232,7 @@ def plan(
             progress=step,
         )
     page = f"plan of {planned.name}", planned.parts()
-    return values.Answer(planned.to_dict(), [str(planned)], page=page)
+    return values.Answer(planned.to_dict(), planned.parts(), page=page)
 
 
 def export(
@@ -290,8 +290,8 @@ def export(
         for kernel in module.kernels
     ]
     table = Grid.of(("kernel", "calls", "sources", "family"), rows, right=("calls", "sources"))
-    files = [f"wrote {path}" for path in written]
-    return values.Answer(module.manifest(), [[table], *files])
+    files = [Line(f"wrote {path}") for path in written]
+    return values.Answer(module.manifest(), [table, *files])
 
 
 def compress(
@@ -363,18 +363,18 @@ def compress(
     batches = None if text is None else read_batches(text, tokenizer, loaded)
     original = copy.deepcopy(loaded) if recover_steps else None
     report = run(loaded, **settings, calibration=batches)
-    said = [str(report)]
+    said = [*report.parts()]
     figures: dict[str, Any] = {"compression": report.to_dict()}
     figures["compression"]["achieved_ratio"] = report.achieved_ratio
     if original is not None:
         from nmm_compiler.lowrank_models.recover import recover
 
         recovery = recover(loaded, batches, teacher=original, steps=recover_steps)
-        said.append(recovery.summary())
+        said.append(Line(recovery.summary()))
         figures["recovery"] = recovery.to_dict()
     files = {"compression.json": json.dumps(figures, indent=2)}
     hf.save(loaded, out_dir, tokenizer=tokenizer, files=files)
-    return values.Answer(figures, ["\n".join((*said, f"saved     {out_dir}"))])
+    return values.Answer(figures, [*said, Line(f"saved     {out_dir}")])
 
 
 def read_batches(path: Path, tokenizer: Any, model: Any) -> list[dict[str, torch.Tensor]]:

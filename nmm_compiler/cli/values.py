@@ -24,8 +24,8 @@ from nmm_compiler.cli import models
 from nmm_compiler.cli.main import WORDS
 from nmm_compiler.errors import NmmError, OutputError, UnknownNameError
 from nmm_compiler.report.page import write_page
-from nmm_compiler.report.parts import Part
-from nmm_compiler.report.text import as_text, fitted
+from nmm_compiler.report.parts import Line, Part
+from nmm_compiler.report.text import as_text
 from nmm_compiler.targets.this_machine import FILE
 
 LARGEST_SIZE = 1 << 20
@@ -183,22 +183,21 @@ Grid = Annotated[int, typer.Option(min=1, max=2, help="programs: 1, or 2 for LNC
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command has to say: data with --json, else texts and parts, in this order.
+    """What a command has to say: data with --json, else parts, in this order.
 
     passed: whether what it checked is right; otherwise the exit code is 1. page: title and parts
     of the file that --html names.
     """
 
     data: Any
-    shown: Sequence[str | Sequence[Part]] = ()
+    shown: Sequence[Part] = ()
     passed: bool = True
     page: tuple[str, Sequence[Part]] = ("", ())
 
     def say(self, as_json: bool, html: Path | None = None) -> None:
         """Print the answer; write its page where one is asked for."""
-        written = [] if html is None else [f"report: {write_page(*self.page, html)}"]
+        written = [] if html is None else [Line(f"report: {write_page(*self.page, html)}")]
         if as_json:
             print(json.dumps(self.data, indent=2))
-            return
-        for what in (*self.shown, *written):  # no wider than the terminal; no word is broken
-            print(fitted(what) if isinstance(what, str) else as_text(what))
+        elif self.shown:
+            print(as_text([*self.shown, *written]))

@@ -19,14 +19,13 @@ _BELOW = 4
 """Blanks before a last column that stands below its row."""
 
 
-def page_width() -> int:
-    """Return the columns of the terminal, 100 where there is none, 120 at most."""
-    return min(shutil.get_terminal_size((100, 24)).columns, _WIDEST)
-
-
 def as_text(parts: Sequence[Part], width: int | None = None) -> str:
-    """Return the parts as text, an empty line around every table, text block and section."""
-    return "\n".join(_lines(parts, width or page_width()))
+    """Return the parts as text, an empty line around every table, text block and section.
+
+    width: by default that of the terminal, 100 where there is none, 120 at most.
+    """
+    columns = shutil.get_terminal_size((100, 24)).columns
+    return "\n".join(_lines(parts, width or min(columns, _WIDEST)))
 
 
 def _lines(parts: Sequence[Part], width: int) -> list[str]:
@@ -43,7 +42,12 @@ def _lines(parts: Sequence[Part], width: int) -> list[str]:
 def _part(part: Line | Grid | Code | Section, width: int) -> list[str]:
     match part:
         case Line():
-            return wrapped(part.text, width, part.indent, part.hang)
+            texts = part.text.split("\n")
+            return [
+                line
+                for text in texts
+                for line in wrapped(text, _room(text, width), part.indent, part.hang)
+            ]
         case Grid():
             if part.shares:
                 rows = [(*row[:-1], row[-1].strip()) for row in part.rows if row[1]]
@@ -58,6 +62,12 @@ def _part(part: Line | Grid | Code | Section, width: int) -> list[str]:
 def counted(count: int, thing: str, things: str = "") -> str:
     """Return "1 kernel", "2 kernels"; things: the plural where it is not the singular and an s."""
     return f"{count:,} {thing if count == 1 else things or thing + 's'}"
+
+
+def _room(text: str, width: int) -> int:
+    """Return the width for a line of text: a path as wide as the page stays with its few words."""
+    longest = max(map(len, text.split()), default=0)
+    return len(text) if longest > width - 4 and len(text) - longest < width < len(text) else width
 
 
 def wrapped(text: str, width: int, indent: int = 0, hang: int = 4) -> list[str]:
@@ -106,16 +116,3 @@ def _lines_of_rows(grid: Grid, width: int) -> list[list[str]]:
             for texts in itertools.zip_longest(*cells, fillvalue="")
         ])  # fmt: skip
     return found
-
-
-def fitted(text: str, width: int | None = None) -> str:
-    """Return text whose lines are broken between words where they are wider than the page.
-
-    A line with a word that is as wide as the page, such as a path, stays whole.
-    """
-    room = width or page_width()
-    lines = []
-    for line in text.split("\n"):
-        fits = len(line) <= room or max(map(len, line.split())) > room - 4
-        lines += [line] if fits else wrapped(line, room)
-    return "\n".join(lines)

@@ -31,7 +31,6 @@ from nmm_compiler.errors import (
 )
 from nmm_compiler.report.parts import Grid, Line, Part
 from nmm_compiler.report.shown import Shown
-from nmm_compiler.report.text import as_text
 from nmm_compiler.simulator.arguments import ArraySpec as ArraySpec
 from nmm_compiler.simulator.arguments import Binder, bind
 from nmm_compiler.simulator.language.base import shared_hbm
@@ -116,12 +115,9 @@ class Simulation(Shown):
         said: list[Part] = [Grid.of(_SHOWN, rows, right=_SHOWN[3:])] if rows else []
         return said + [Line(f"warning: {warning}", "warning") for warning in self.warnings]
 
-    def overview(self) -> str:
-        """Return outputs, warnings, the profile's line and why engines wait, as text."""
-        parts = self._said()
-        if self.profile is not None:
-            parts += self.profile.overview()
-        return as_text(parts)
+    def overview(self) -> list[Part]:
+        """Return outputs, warnings, the profile's line and why engines wait."""
+        return [*self._said(), *(() if self.profile is None else self.profile.overview())]
 
     def parts(self) -> list[Part]:
         """Return outputs, warnings and the profile."""

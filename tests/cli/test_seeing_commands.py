@@ -14,7 +14,7 @@ from rich.text import Text
 from nmm_compiler.cli.commands import app
 from nmm_compiler.cli.values import Answer
 from nmm_compiler.lowrank_models.progress import steps
-from nmm_compiler.report.parts import Grid
+from nmm_compiler.report.parts import Grid, Line
 from nmm_compiler.report.text import as_text
 from nmm_compiler.simulator.timing.causes import statement
 
@@ -184,12 +184,11 @@ def test_a_last_column_that_does_not_fit_is_below_its_row(width):
 
 def test_a_sentence_is_broken_between_words_and_a_path_never(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "40")
-    Answer({}, ["2 kernels: 2 built, 0 were in the cache; 11.1 s; cache: /home/you/.cache"]).say(
-        as_json=False
-    )
+    said = "2 kernels: 2 built, 0 were in the cache; 11.1 s; cache: /home/you/.cache"
+    Answer({}, [Line(said)]).say(as_json=False)
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 40
     assert len(lines) == 2
     path = "source    /home/you/.cache/nmm_compiler/v2/a/a57831c35da9b300/kernel.py"
-    Answer({}, [path]).say(as_json=False)
+    Answer({}, [Line(path)]).say(as_json=False)
     assert capsys.readouterr().out == f"{path}\n"
