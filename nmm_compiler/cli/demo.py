@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import copy
+import functools
 import itertools
 import math
 import multiprocessing
@@ -58,7 +59,8 @@ def demo(
     let_threads_sleep()  # two processes share the cores
     # Predictions need shapes only: a second process makes them while the model is loaded.
     spawn = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(1, spawn, initializer=_quiet) as beside:
+    quiet = functools.partial(warnings.simplefilter, "ignore", CacheWarning)  # said here, too
+    with concurrent.futures.ProcessPoolExecutor(1, spawn, quiet) as beside:
         return _run(form, forms, target, beside, started)
 
 
@@ -70,15 +72,13 @@ def _run(
     started: float,
 ) -> values.Answer:
     """Run the flow, which started at a time; return its figures and its table."""
-    import torch
-
     from nmm_compiler.lowrank_models.apply import compress
 
     dense = next(iter(forms))
     with steps(f"loading {models.LANGUAGE_MODEL}") as step:
         plan = beside.submit(predicted_forms, models.LANGUAGE_MODEL, tuple(forms), target)
         model, tokenizer = models.language_model()
-        model = model.to(torch.bfloat16)
+        model = model.bfloat16()
         text, held_out = manual_split()
         judged = _passages(tokenizer, held_out, _JUDGED)
         step("judging the dense model")
@@ -155,14 +155,6 @@ def _kernels_of(prediction: Any, priced: list[Any]) -> list[Any]:
     return [spec for spec in priced if spec.short() in chosen]
 
 
-def _quiet() -> None:
-    """Say nothing in the second process that this one says, too."""
-    import torch
-
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore", CacheWarning)
-
-
 def predicted_forms(name: str, forms: tuple[str, ...], target: str) -> tuple[Any, list[Any]]:
     """Return the plan of a model in forms that its weights can take, and the kernels it priced."""
     from nmm_compiler.prediction.plan import plan
@@ -188,19 +180,13 @@ def _perplexity(model: Any, judged: Any) -> float:
 
     Its weights are those given, its arithmetic is float32: many CPUs have none of bfloat16.
     """
-    import torch
-
-    wide = copy.deepcopy(model).float()
-    with torch.no_grad():
-        loss = wide(input_ids=judged, labels=judged, use_cache=False).loss
-    return math.exp(float(loss))
+    wide = copy.deepcopy(model).float().requires_grad_(False)
+    return math.exp(float(wide(input_ids=judged, labels=judged, use_cache=False).loss))
 
 
 def _passages(tokenizer: Any, text: str, count: int) -> Any:
     """Return so many passages that are spread over a text."""
-    import torch
-
-    ids = torch.tensor(tokenizer(text)["input_ids"])
+    ids = tokenizer(text, return_tensors="pt")["input_ids"][0]
     rows = ids[: len(ids) // _LENGTH * _LENGTH].reshape(-1, _LENGTH)
     return rows[:: len(rows) // count][:count]
 

@@ -18,7 +18,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -27,11 +27,6 @@ from nmm_compiler.errors import MissingPackageError, ModelError, NmmError, Optio
 from nmm_compiler.lowrank_models.progress import steps
 from nmm_compiler.outputs import write_text
 from nmm_compiler.report.parts import Grid, Line, Part, Section
-
-if TYPE_CHECKING:
-    import torch
-
-    from nmm_compiler.backend.report import CompileReport
 
 _STACKS = "nmm_compiler.prediction.stacks:stack_named"
 _LENGTH, _BATCH = 256, 8
@@ -97,7 +92,7 @@ def explain(
             from nmm_compiler.backend.report import compile_parts
 
             step("compiling, building kernels")
-            reports: list[CompileReport] = []
+            reports: list[Any] = []
             torch._dynamo.reset()
             given = {**options, "report": reports.append, "inner": "eager"}
             with torch.no_grad():
@@ -377,14 +372,12 @@ def compress(
     return values.Answer(figures, [*said, Line(f"saved     {out_dir}")])
 
 
-def read_batches(path: Path, tokenizer: Any, model: Any) -> list[dict[str, torch.Tensor]]:
+def read_batches(path: Path, tokenizer: Any, model: Any) -> list[dict[str, Any]]:
     """Return calibration batches of a text file.
 
     For a causal language model the text is one stream, cut into sequences; for others each line is
     a sequence. Raises ModelError without a tokenizer or text.
     """
-    import torch
-
     if tokenizer is None:
         raise ModelError(
             "--text needs a tokenizer, and the model's directory has none; save one there with "
@@ -397,12 +390,9 @@ def read_batches(path: Path, tokenizer: Any, model: Any) -> list[dict[str, torch
     if not lines:
         raise ModelError(f"--text {path} has no text; pass a file with some hundred lines")
     if type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")):
-        ids = torch.tensor(tokenizer("\n".join(lines), truncation=False)["input_ids"])
-        pieces = [piece for piece in ids.split(_LENGTH) if len(piece) == _LENGTH] or [ids]
-        return [
-            {"input_ids": torch.stack(pieces[i : i + _BATCH])}
-            for i in range(0, len(pieces), _BATCH)
-        ]
+        ids = tokenizer("\n".join(lines), truncation=False, return_tensors="pt")["input_ids"]
+        rows = ids[:, : ids.shape[1] // _LENGTH * _LENGTH].reshape(-1, _LENGTH)
+        return [{"input_ids": few} for few in (rows if len(rows) else ids).split(_BATCH)]
     given = {"truncation": True, "max_length": _LENGTH, "return_tensors": "pt"}
     return [dict(tokenizer(line, **given)) for line in lines]
 

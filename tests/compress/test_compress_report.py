@@ -65,7 +65,7 @@ def test_a_directory_becomes_a_low_rank_directory(nmm, saved_bert, tmp_path):
 
 def test_text_for_a_causal_model_is_one_stream(tmp_path, monkeypatch):
     def tokenizer(text, **_):
-        return {"input_ids": list(text.encode())}
+        return {"input_ids": torch.tensor([list(text.encode())])}
 
     model = type("ToyForCausalLM", (), {})()
     path = tmp_path / "text.txt"
