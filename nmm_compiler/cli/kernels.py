@@ -24,7 +24,7 @@ import numpy as np
 import typer
 
 from nmm_compiler.cli import values
-from nmm_compiler.cli.models import attribute_of, foreign
+from nmm_compiler.cli.models import foreign, named_in_file
 from nmm_compiler.codegen.check_against_float64 import Proof, compare, prove
 from nmm_compiler.errors import ShapeError, SpecError, UnknownNameError, user_file_error
 from nmm_compiler.kernels import FAMILIES
@@ -407,14 +407,11 @@ def reference_of(name: str, arguments: Mapping[str, Any]) -> tuple[np.ndarray, .
     It is called by name if it has parameters of these names, else with the arrays in order. Raises
     FileError for what it raises.
     """
-    file, colon, function = name.rpartition(":")
-    if not (colon and file.endswith(".py")):
-        raise UnknownNameError("reference", name, ["FILE.py:function"])
     # stand-ins: it may be in the kernel's file
-    called = attribute_of(file, function, lambda path: vars(load_file(Path(path))))
+    called = named_in_file("reference", name, lambda path: vars(load_file(Path(path))))
     copies = {k: v.copy() if isinstance(v, np.ndarray) else v for k, v in arguments.items()}
     arrays = [v for v in copies.values() if isinstance(v, np.ndarray)]
-    with foreign(file, f"{function}() raised"):
+    with foreign(name, f"{name}() raised"):
         by_name = set(copies) <= set(inspect.signature(called).parameters)
         result = called(**copies) if by_name else called(*arrays)
         several = result if isinstance(result, (tuple, list)) else (result,)

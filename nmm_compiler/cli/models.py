@@ -80,7 +80,6 @@ def load(name: str, tokens: int = 64) -> tuple[torch.nn.Module, dict[str, torch.
 
     A public name or a CONFIG.json gives a model on the meta device, which has no data.
     """
-    check(name)
     if _python_file(name):
         return _of_file(name)
     if name in PACKAGED or Path(name).is_dir():
@@ -153,26 +152,28 @@ def foreign(name: str, what: str) -> Iterator[None]:
         raise user_file_error(path, what, error, line or (own or [0])[-1]) from error
 
 
-def attribute_of(
-    file: str, name: str, run: Callable[[str], dict[str, Any]] = runpy.run_path
+def named_in_file(
+    kind: str, name: str, run: Callable[[str], dict[str, Any]] = runpy.run_path
 ) -> Any:
-    """Run a Python file and return what one of its names stands for."""
-    with foreign(file, "it raised"):
+    """Run the file of FILE.py:name and return what the name stands for."""
+    if not _python_file(name):
+        raise UnknownNameError(kind, name, ["FILE.py:name"])
+    file, _, attribute = name.rpartition(":")
+    with foreign(name, "it raised"):
         module = run(file)
-    if name not in module:
-        raise UnknownNameError(f"name of {file}", name, [n for n in module if n[0] != "_"])
-    return module[name]
+    if attribute not in module:
+        raise UnknownNameError(f"name of {file}", attribute, [n for n in module if n[0] != "_"])
+    return module[attribute]
 
 
 def _of_file(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     """Return what FILE.py:function returns, checked to be (model, dict of inputs)."""
-    file, _, function = name.rpartition(":")
-    called = attribute_of(file, function)
-    with foreign(file, f"{function}() raised"):
+    called = named_in_file("model", name)
+    with foreign(name, f"{name}() raised"):
         returned = called()
     import torch
 
-    with foreign(file, f"{function}() must return (model, dict of inputs)"):
+    with foreign(name, f"{name}() must return (model, dict of inputs)"):
         model, inputs = returned
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"the model is a {type(model).__name__}, not a torch.nn.Module")
@@ -183,13 +184,10 @@ def _of_file(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
 
 def rules_of(name: str) -> list[Any]:
     """Return the rewrite rules that FILE.py:name names: a rule, a class of one, or a list."""
-    if not _python_file(name):
-        raise UnknownNameError("rule", name, ["FILE.py:name"])
+    value = named_in_file("rule", name)
     from nmm_compiler.passes.rules import Rule
 
-    file, _, attribute = name.rpartition(":")
-    value = attribute_of(file, attribute)
-    with foreign(file, f"{attribute} must be a rule, a class of one, or a list of them"):
+    with foreign(name, f"{name} must be a rule, a class of one, or a list of them"):
         listed = list(value) if isinstance(value, (list, tuple)) else [value]
         rules = [one() if isinstance(one, type) else one for one in listed]
         if not rules or not all(isinstance(one, Rule) for one in rules):
