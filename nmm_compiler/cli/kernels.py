@@ -51,7 +51,7 @@ _NARROWER = {"float64": "float32", "int64": "int32"}
 """What stands for types that NKI lacks."""
 _ROWS = 12
 _FIGURES = ("latency", "roofline", "mfu", "mbu", "SBUF", "PSUM", "instructions")
-"""Of those of a profile, the ones that profiles are compared by."""
+"""Of those of a profile, in its order, the ones that profiles are compared by."""
 
 
 def kernel(
@@ -314,44 +314,38 @@ def variants(texts: list[str]) -> list[tuple[str, list[str]]]:
 
 
 def arguments_of(texts: list[str], *, data: bool) -> dict[str, Any]:
-    """Return the kernel's arguments by name; without data an array is its shape and dtype."""
+    """Return the kernel's arguments by name; without data an array is its shape and dtype.
+
+    Raises ShapeError for a text that is no argument, FileError for a file that is no array.
+    """
     arguments: dict[str, Any] = {}
     for i, text in enumerate(texts):
-        name, value = parse_argument(text, i, data=data)
+        name, _, value = text.partition("=")
+        if not (name and value):
+            raise ShapeError(
+                f"--arg {text!r} is not NAME=SHAPE:DTYPE, NAME=@FILE.npy or NAME=VALUE, "
+                "e.g. x=128x512:float32"
+            )
         if name in arguments:
             raise ShapeError(f"--arg {text!r}: {name!r} is given twice; leave one out")
-        arguments[name] = value
+        arguments[name] = _argument(text, value, i, data)
     return arguments
 
 
-def parse_argument(text: str, seed: int, *, data: bool = True) -> tuple[str, Any]:
-    """Return (name, value) of `x=128x512:bfloat16` (a random array), `x=@x.npy`, `n=8`, `op=add`.
-
-    Raises ShapeError for a text that is none of these, FileError for a file that is no array.
-    """
-    name, equals, value = text.partition("=")
-    if not (name and equals and value):
-        raise ShapeError(
-            f"--arg {text!r} is not NAME=SHAPE:DTYPE, NAME=@FILE.npy or NAME=VALUE, "
-            "e.g. x=128x512:float32"
-        )
+def _argument(text: str, value: str, seed: int, data: bool) -> Any:
+    """Return what `128x512:bfloat16` (a random array), `@x.npy`, `8` or `add` stands for."""
     if value.startswith("@"):
-        return name, _of_file(value[1:], data)
+        return _of_file(value[1:], data)
     shape_text, colon, dtype_text = value.partition(":")
     if not colon:
-        return name, values.literal(value)
-    return name, _random(text, shape_text, _SHORT_NAMES.get(dtype_text, dtype_text), seed, data)
-
-
-def _random(text: str, shape_text: str, dtype_text: str, seed: int, data: bool) -> Any:
-    sizes = shape_text.lower().split("x")
+        return values.literal(value)
+    dtype_text, sizes = _SHORT_NAMES.get(dtype_text, dtype_text), shape_text.lower().split("x")
     if not all(size.isdecimal() and len(size) < 20 and int(size) > 0 for size in sizes):
         raise ShapeError(f"--arg {text!r}: shape {shape_text!r} is not like 128x512")
-    kind = dtypes.ALL.get(dtype_text)
-    allowed = {str(d) for d in dtypes.ALL.values() if d.kind != "packed"} - {"tfloat32"}
-    if kind is None or kind not in allowed:
-        raise UnknownNameError(f"dtype of --arg {text!r}:", dtype_text, sorted(allowed))
-    shape = tuple(map(int, sizes))
+    kinds = {n: d for n, d in dtypes.ALL.items() if d.kind != "packed" and d != "tfloat32"}
+    if dtype_text not in kinds:
+        raise UnknownNameError(f"dtype of --arg {text!r}:", dtype_text, sorted(kinds))
+    kind, shape = kinds[dtype_text], tuple(map(int, sizes))
     if not data:
         return ArraySpec(shape, kind)
     if math.prod(shape) * 4 > _LARGEST_ARRAY_BYTES:
@@ -456,11 +450,10 @@ def comparison_parts(found: Mapping[str, Profile]) -> list[Part]:
         name: {f"{one.name} on {one.engine}": one.path_us for one in profile.by_instruction()}
         for name, profile in found.items()
     }
-    figures: dict[str, dict[str, Any]] = {
-        name: {figure: value for figure, value, _ in one.figures().rows}
+    rows = [
+        (*(value for figure, value, _ in one.figures().rows if figure in _FIGURES), name)
         for name, one in found.items()
-    }
-    rows = [(*map(figures[name].__getitem__, _FIGURES), name) for name in found]
+    ]
     return [
         Line(f"{headline}{gain:.2f} times as fast as the first", "headline"),
         Grid.of((*_FIGURES, "kernel"), rows, right=_FIGURES),
