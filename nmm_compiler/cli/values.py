@@ -84,32 +84,25 @@ def size(value: str | int) -> int:
 
 def literal(text: str) -> Any:
     """Return what a word stands for: True, False or None in any case, a number, else the word."""
-    named = {"true": True, "false": False, "none": None}
-    for convert in (lambda _: named[text.lower()], int, float):
-        with contextlib.suppress(KeyError, ValueError):
+    for convert in (int, float):
+        with contextlib.suppress(ValueError):
             return convert(text)
-    return text
+    return {"true": True, "false": False, "none": None}.get(text.lower(), text)
 
 
 def output_file(value: str | Path) -> Path:
     """Return the path of a file to write; refuse one that another word of the line names too."""
     path = Path(value)
     outputs.check_writable(path)
-    if path.is_file() and sum(_names(word, path) for word in WORDS) > 1:
+    # a word names it as FILE, -oFILE, --out=FILE, NAME=@FILE or FILE:function
+    parts = [(word, *re.split(r"[=:@]+|^-\w", word)) for word in WORDS]
+    named = [each for each in parts if os.path.realpath(path) in map(os.path.realpath, each)]
+    if path.is_file() and len(named) > 1:
         raise OutputError(
             f"cannot write {path}: the command line names it twice, and the other file would be "
             "lost; pass another name"
         )
     return path
-
-
-def _names(word: str, path: Path) -> bool:
-    """Return whether a word names a file: FILE, -oFILE, --out=FILE, NAME=@FILE, FILE:function."""
-    for part in (word, *re.split(r"[=:@]+|^-\w", word)):
-        with contextlib.suppress(OSError, ValueError):
-            if os.path.samefile(part, path):
-                return True
-    return False
 
 
 def input_option(help_: str) -> Any:
