@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -20,6 +20,8 @@ from nmm_compiler.cache.explain import Info
 from nmm_compiler.cache.key import Key, short
 from nmm_compiler.cache.store import Store
 from nmm_compiler.cli import models, values
+from nmm_compiler.codegen.build import SOURCE_FILE, asked, build_kernel, check_foreign
+from nmm_compiler.codegen.build_many import Request, fill, request_of
 from nmm_compiler.errors import CacheError, NmmError, UnknownNameError, user_file_error
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.lowrank_models.progress import steps
@@ -27,9 +29,6 @@ from nmm_compiler.options import LADDER, Options, cache_dir
 from nmm_compiler.outputs import read_json, write_text
 from nmm_compiler.report.parts import Grid, Line, Part
 from nmm_compiler.report.text import counted
-
-if TYPE_CHECKING:
-    from nmm_compiler.kernels.base import KernelSpec
 
 _SPECS, _ARCHIVE = ".jsonl", ".tar"
 _ON = "local, ray (a cluster started here), auto (Ray's own on this machine) or ray://HOST:PORT"
@@ -166,16 +165,11 @@ def open_store(mode: str | None = None) -> Store:
 
     Raises CacheTrustError for a directory that others can write.
     """
-    from nmm_compiler.codegen.build import check_foreign
-
     return Store.open(Options(cache=mode), check=check_foreign)
 
 
 def _rebuild(entry: Entry) -> dict[str, str] | None:
     """Build the kernel of an entry again, without a cache; None when another version made it."""
-    from nmm_compiler.codegen.build import SOURCE_FILE, asked, build_kernel
-    from nmm_compiler.codegen.build_many import request_of
-
     key = entry.key.to_dict()
     try:
         spec, target, _ = request_of(key)
@@ -254,8 +248,6 @@ def build(
     """  # fmt: skip
     if wanted.endswith(_ARCHIVE):  # taken after sha256 and lint of each; all of it or nothing
         return _moved(lambda store: store.import_(Path(wanted)), "taken", wanted)
-    from nmm_compiler.codegen.build_many import fill
-
     if to_list is None:
         open_store()  # refuses a directory that others can write, before any work
     executor: AbstractContextManager[Any] = nullcontext()
@@ -321,11 +313,9 @@ def _moved(
     return values.Answer({"entries": count}, [Line(f"{counted(count, 'entry', 'entries')} {said}")])
 
 
-def _of_file(path: Path, targets: Sequence[str]) -> list[tuple[KernelSpec, str]]:
+def _of_file(path: Path, targets: Sequence[str]) -> list[Request]:
     """Return the kernels of a file that `--list` wrote; FileError for a line that is none."""
-    from nmm_compiler.codegen.build_many import request_of
-
-    kernels: list[tuple[KernelSpec, str]] = []
+    kernels: list[Request] = []
     line = 0
     try:
         for line, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):  # noqa: B007
