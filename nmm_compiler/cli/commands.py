@@ -80,27 +80,28 @@ app = _group(
     "An error is one line; NMM_TRACEBACK=1 adds the traceback.",
     name="nmm",
 )
-_add(app, "kernel", kernels.kernel, kernels.OPTIONS)
-for name, command in {
-    "demo": demo.demo,
-    "explain": on_models.explain,
-    "plan": on_models.plan,
-    "build": cache.build,
-    "compress": on_models.compress,
-    "simulate": kernels.simulate,
-    "profile": kernels.profile,
-    "lint": kernels.lint,
-    "eval": on_models.evaluate,
-    "export": on_models.export,
-    "doctor": doctor.doctor,
-}.items():
-    _add(app, name, command)
 cache_group = _group(
     "The kernel cache: list, verify, clear; nmm build fills it.",
     "Where: NMM_CACHE_DIR. How: NMM_CACHE=off|ro|rw|require. See docs/cache.md.",
 )
-for name, command in {"list": cache.list_, "verify": cache.verify, "clear": cache.clear}.items():
-    _add(cache_group, name, command)
+_add(app, "kernel", kernels.kernel, kernels.OPTIONS)
+for group, name, command in (
+    (app, "demo", demo.demo),
+    (app, "explain", on_models.explain),
+    (app, "plan", on_models.plan),
+    (app, "build", cache.build),
+    (app, "compress", on_models.compress),
+    (app, "simulate", kernels.simulate),
+    (app, "profile", kernels.profile),
+    (app, "lint", kernels.lint),
+    (app, "eval", on_models.evaluate),
+    (app, "export", on_models.export),
+    (app, "doctor", doctor.doctor),
+    (cache_group, "list", cache.list_),
+    (cache_group, "verify", cache.verify),
+    (cache_group, "clear", cache.clear),
+):
+    _add(group, name, command)
 app.add_typer(cache_group, name="cache")
 
 
