@@ -8,5 +8,5 @@ disk.py      staged and renamed: an entry is whole or absent; the least recently
 archive.py   entries as a tar archive
 remote.py    a shared store at a declared fsspec URL
 explain.py   what made a miss; whether an entry is still what would be built
-store.py     the public class: get, get_or_build, entries, show, explain, verify, prune
+store.py     the public class: get, get_or_build, entries, show, verify, prune
 """

@@ -29,28 +29,15 @@ class Info:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why a key hits or misses. state: of its own entry, "ok" for a hit, "" when there is none.
+    """Why a key hits or misses, said in one line.
 
-    nearest: the key that differs in the fewest fields; changes: those fields, with both values.
-    entries: how many were compared.
+    state: of its own entry, "ok" for a hit, "" when there is none. changes: the fields in which the
+    nearest key, that of the fewest, differs, with both values.
     """
 
-    key: Key
+    said: str
     state: str
-    nearest: Key | None
     changes: tuple[tuple[str, str, str], ...]
-    entries: int
-
-    def verdict(self) -> str:
-        """Return whether the key hits or misses, and why, in one line."""
-        if self.state == "ok":
-            return "hit"
-        if self.state:
-            return f"miss, because its entry is {self.state}"
-        if self.nearest is None:
-            return "miss; the cache has no whole entry to compare with"
-        names = ", ".join(self.key.diff(self.nearest))
-        return f"miss among {counted(self.entries, 'entry', 'entries')}, because of: {names}"
 
 
 def explain(key: Key, infos: Iterable[Info]) -> Explanation:
@@ -62,9 +49,12 @@ def explain(key: Key, infos: Iterable[Info]) -> Explanation:
             state = info.state
         elif info.entry is not None:
             used[info.entry.key] = info.used
-
-    nearest = min(used, key=lambda k: (len(key.changes(k)), -used[k]), default=None)
-    return Explanation(key, state, nearest, key.changes(nearest) if nearest else (), len(used))
+    nearest = min(used, key=lambda k: (len(key.changes(k)), -used[k]), default=key)
+    names = ", ".join(key.diff(nearest)) or "the cache has no whole entry to compare with"
+    said = f"miss among {counted(len(used), 'entry', 'entries')}, because of: {names}"
+    if state:
+        said = "hit" if state == "ok" else f"miss, because its entry is {state}"
+    return Explanation(said, state, key.changes(nearest))
 
 
 def compare(entry: Entry, rebuilt: Mapping[str, str] | None) -> str:

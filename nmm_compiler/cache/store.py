@@ -25,7 +25,7 @@ from nmm_compiler import options as options_module
 from nmm_compiler.cache import archive
 from nmm_compiler.cache.disk import OLDER, Disk
 from nmm_compiler.cache.entry import Entry, make
-from nmm_compiler.cache.explain import Explanation, Info, compare, explain
+from nmm_compiler.cache.explain import Info, compare
 from nmm_compiler.cache.foreign import check_shape
 from nmm_compiler.cache.key import Key
 from nmm_compiler.cache.remote import Remote
@@ -286,13 +286,6 @@ class Store:
                 f"{len(found)} entries of {self.directory} start with {prefix!r}: {shown}"
             )
         return self._disk.read(found[0])
-
-    def explain(self, key: Key) -> Explanation:
-        """Return whether `key` has an entry on disk, or what differs from the nearest entry's.
-
-        Reads every entry on disk.
-        """
-        return explain(key, self.entries())
 
     def missing(self, keys: Sequence[Key]) -> tuple[Key, ...]:
         """Return the keys that have no entry."""

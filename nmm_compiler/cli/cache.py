@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from nmm_compiler.cache.entry import Entry
-from nmm_compiler.cache.explain import Info
+from nmm_compiler.cache.explain import Info, explain
 from nmm_compiler.cache.key import Key, short
 from nmm_compiler.cache.store import Store
 from nmm_compiler.cli import models, values
@@ -67,10 +67,11 @@ def list_(
         wanted = Key.make(named.get("key", named))
     else:
         wanted = store.show(entry).key
-    explained = store.explain(wanted)
-    said, changes = explained.verdict(), [list(change) for change in explained.changes]
-    data: dict[str, Any] = {"said": said, "differs": changes}
-    parts: list[Part] = [Line(said), Grid.of(("differs in", "this key", "nearest entry"), changes)]
+    explained = explain(wanted, store.entries())
+    changes = [list(change) for change in explained.changes]
+    data: dict[str, Any] = {"said": explained.said, "differs": changes}
+    table = Grid.of(("differs in", "this key", "nearest entry"), changes)
+    parts: list[Part] = [Line(explained.said), table]
     if explained.state:
         kept = store.show(wanted.digest)
         data |= _plain(wanted.digest, kept) | {"path": str(kept.path)}

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from nmm_compiler.cache.disk import Disk
 from nmm_compiler.cache.entry import render, verified
+from nmm_compiler.cache.explain import explain
 from nmm_compiler.cache.store import Store
 from nmm_compiler.errors import CacheMissError, CacheWarning, DamagedEntryError
 
@@ -69,7 +70,7 @@ def test_explain_says_that_an_entry_is_damaged(directory, entry):
     store = Store(directory, "require")
     with pytest.warns(CacheWarning, match=r"kernel\.py is not"), pytest.raises(CacheMissError):
         store.get_or_build(key_of(1), Builder())
-    assert "because its entry is damaged: kernel.py" in store.explain(key_of(1)).verdict()
+    assert "because its entry is damaged: kernel.py" in explain(key_of(1), store.entries()).said
     assert (entry.path / "kernel.py").read_text() == SOURCE  # a private copy
     assert (entry.directory / "kernel.py").read_text() == "other\n"
 
