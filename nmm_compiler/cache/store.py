@@ -333,13 +333,13 @@ class Store:
             shutil.rmtree(self.directory / name, ignore_errors=True)
         return tuple(gone)
 
-    def export(self, path: str | Path, prefix: str = "") -> int:
-        """Write the entries whose digest starts with `prefix` to a tar file; return how many.
+    def export(self, path: str | Path) -> int:
+        """Write the whole entries to a tar file; return how many.
 
         The file gets its name when it is complete. Raises OutputError.
         """
         counts: list[int] = []
-        write(path, lambda file: counts.append(archive.pack(file, self._whole(prefix))))
+        write(path, lambda file: counts.append(archive.pack(file, self._whole())))
         return counts[0]
 
     def import_(self, path: str | os.PathLike[str]) -> int:
@@ -360,8 +360,8 @@ class Store:
                 taken += 1
         return taken
 
-    def push(self, prefix: str = "") -> int:
-        """Send the entries on disk to the shared store, where it lacks them; return how many.
+    def push(self) -> int:
+        """Send the whole entries to the shared store, where it lacks them; return how many.
 
         Raises what its filesystem raises.
         """
@@ -369,12 +369,10 @@ class Store:
             raise CacheError(
                 "no shared store is declared; set NMM_REMOTE_CACHE to a URL, s3://bucket/kernels"
             )
-        return self.remote.push(self._whole(prefix))
+        return self.remote.push(self._whole())
 
-    def _whole(self, prefix: str) -> Iterator[Entry]:
-        for info in self.entries():
-            if info.entry is not None and info.digest.startswith(prefix):
-                yield info.entry
+    def _whole(self) -> Iterator[Entry]:
+        return (info.entry for info in self.entries() if info.entry is not None)
 
     def _need_writing(self, what: str) -> None:
         if not self.writing:
