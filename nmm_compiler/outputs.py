@@ -16,7 +16,6 @@ import fnmatch
 import functools
 import json
 import os
-import secrets
 import shutil
 import stat
 import tempfile
@@ -33,17 +32,16 @@ LARGEST_JSON_BYTES = 64 << 20
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file; raise FileError, naming the file, without one."""
+    if os.path.exists(path) and not (
+        os.path.isfile(path) and os.path.getsize(path) <= LARGEST_JSON_BYTES
+    ):  # a device may have no end
+        raise FileError(f"{path} is no regular file of at most {LARGEST_JSON_BYTES:,} bytes")
     try:
-        found = path.stat()
-        whole = stat.S_ISREG(found.st_mode) and found.st_size <= LARGEST_JSON_BYTES
-        text = path.read_text(encoding="utf-8") if whole else ""  # a device may have no end
-        told = json.loads(text) if whole else None
+        told = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise FileError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # brackets may nest without end
         raise FileError(f"{path} is not JSON ({error}); restore it, or write it anew") from None
-    if not whole:
-        raise FileError(f"{path} is no regular file of at most {LARGEST_JSON_BYTES:,} bytes")
     if not isinstance(told, dict):
         raise FileError(f"{path} holds a {type(told).__name__}, not an object; write it anew")
     return told
@@ -53,11 +51,10 @@ def check_writable(path: str | Path) -> None:
     """Raise OutputError when no file can be written at `path`; before work that takes a while."""
     path = Path(path)
     try:
-        if _in_place(path):
-            if not os.access(path, os.W_OK):
-                raise PermissionError(0, "no permission to write there")
-            return
-        stage(path, lambda file: None).unlink()
+        if not _in_place(path):
+            _folder_beside(path).cleanup()
+        elif not os.access(path, os.W_OK):
+            raise PermissionError(0, "no permission to write there")
     except OSError as error:
         raise cannot_write(path, error) from error
 
@@ -86,42 +83,35 @@ def write(path: str | Path, fill: Fill) -> Path:
 def write_all(files: Mapping[Path, Fill]) -> None:
     """Write several files as `write` does: those that were there stay until all are complete."""
     staged: dict[Path, Path] = {}
-    try:
-        for path, fill in files.items():
-            if _in_place(path):
-                with path.open("wb") as file:
-                    fill(file)
-            else:
-                staged[path] = stage(path, fill)
-        for path, complete in staged.items():
-            os.replace(complete, os.path.realpath(path))
-    except BaseException as error:
-        for complete in staged.values():
-            complete.unlink(missing_ok=True)
-        if isinstance(error, OSError):
+    with contextlib.ExitStack() as folders:
+        try:
+            for path, fill in files.items():
+                if _in_place(path):
+                    with path.open("wb") as file:
+                        fill(file)
+                else:
+                    staged[path] = Path(folders.enter_context(_folder_beside(path)), "file")
+                    _fill(staged[path], path, fill)
+            for path, complete in staged.items():
+                os.replace(complete, os.path.realpath(path))
+        except OSError as error:
             raise cannot_write(path, error) from error
-        raise
 
 
-def stage(path: Path, fill: Fill) -> Path:
-    """Let `fill` write a new file beside `path`, flushed to the disk; return the new file.
+def _folder_beside(path: Path) -> tempfile.TemporaryDirectory[str]:
+    """Make a folder beside a file, or beside what a link points to; it is deleted with its file."""
+    place = os.path.dirname(os.path.realpath(path))
+    return tempfile.TemporaryDirectory(prefix=".nmm-", dir=place, ignore_cleanup_errors=True)
 
-    It has the mode of the file that it will replace. Raises OSError, and then leaves no file.
-    """
-    place = Path(os.path.realpath(path))
-    staged = place.parent / f".nmm-{os.getpid()}-{secrets.token_hex(4)}.part"
-    handle = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            with contextlib.suppress(FileNotFoundError):
-                os.chmod(staged, stat.S_IMODE(place.stat().st_mode))
-            fill(file)
-            file.flush()
-            os.fsync(file.fileno())
-    except BaseException:
-        staged.unlink(missing_ok=True)
-        raise
-    return staged
+
+def _fill(staged: Path, path: Path, fill: Fill) -> None:
+    """Let `fill` write a new file, flushed to the disk, with the mode of the one at `path`."""
+    with staged.open("xb") as file:
+        with contextlib.suppress(FileNotFoundError):
+            shutil.copymode(path, staged)
+        fill(file)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def cannot_write(path: str | Path, error: OSError) -> OutputError:
@@ -158,24 +148,24 @@ def replace_directory(
     """
     target = Path(os.path.realpath(directory))
     target.parent.mkdir(parents=True, exist_ok=True)
-    root = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    new, old = root / "new", root / "old"
-    try:
-        new.mkdir()
-        write(new)
-        if target.is_dir():
-            kept = functools.partial(_left_out, target, new, stale)
-            shutil.copytree(
-                target, new, symlinks=True, ignore=kept, copy_function=_link, dirs_exist_ok=True
-            )
-            os.rename(target, old)
-        os.rename(new, target)
-    except BaseException:
-        if old.exists() and not target.exists():
-            os.rename(old, target)
-        raise
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
+    with tempfile.TemporaryDirectory(
+        prefix=f".{target.name}.", dir=target.parent, ignore_cleanup_errors=True
+    ) as root:
+        new, old = Path(root, "new"), Path(root, "old")
+        try:
+            new.mkdir()
+            write(new)
+            if target.is_dir():
+                kept = functools.partial(_left_out, target, new, stale)
+                shutil.copytree(
+                    target, new, symlinks=True, ignore=kept, copy_function=_link, dirs_exist_ok=True
+                )
+                os.rename(target, old)
+            os.rename(new, target)
+        except BaseException:
+            if old.exists() and not target.exists():
+                os.rename(old, target)
+            raise
 
 
 def _left_out(
