@@ -8,13 +8,12 @@ change an emitted kernel, and so belong to the cache key; all others must not.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import os
 import re
 import types
 import typing
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -22,6 +21,7 @@ from unittest import mock
 
 from nmm_compiler import targets
 from nmm_compiler.errors import CacheTrustError, OptionTypeError, UnknownNameError
+from nmm_compiler.records import hints_of
 from nmm_compiler.targets.this_machine import FILE
 
 TARGETS = targets.names()
@@ -39,6 +39,8 @@ FACTORS = ("int8", "fp8", "float8_e4m3", "mxfp8")
 FACTOR_SPLITS = ("row", "rank")
 """How factors are cut for the cores that share a model."""
 CACHE_MODES = ("off", "ro", "rw", "require")
+_CACHE = re.compile(rf"(?:({'|'.join(CACHE_MODES)})(?::|$))?([~.].*|.*/.*)?", re.DOTALL)
+"""A mode and a directory, or one of both."""
 LARGEST_BUCKET = 4096
 """The last power of two of the default ladder of token counts; multiples of it follow."""
 LADDER = tuple(1 << power for power in range(LARGEST_BUCKET.bit_length()))
@@ -59,14 +61,14 @@ class Values:
     """
 
     wanted: str = ""
-    test: Callable[[Any], bool] | None = None
+    test: Callable[[Any], object] | None = None
     names: tuple[str, ...] = ()
 
     def take(self, value: Any) -> bool:
         """Return whether a value of the right type is taken."""
         if value in self.names:
             return True
-        return not self.names if self.test is None else self.test(value)
+        return not self.names if self.test is None else bool(self.test(value))
 
 
 def check_fields(record: Any) -> None:
@@ -75,10 +77,12 @@ def check_fields(record: Any) -> None:
     `Annotated[type, Values(...)]` says more than a type can. A bool is no number here, and a whole
     number is a float too. A default is not checked.
     """
-    for name, default, kind, values in _fields_of(cast(Any, type(record))):
-        value = getattr(record, name)
-        if value is default:
+    hints = hints_of(cast(Any, type(record)))
+    for field in dataclasses.fields(record):
+        name, value = field.name, getattr(record, field.name)
+        if value is field.default:
             continue
+        kind, values = typing.get_args(Annotated[hints[name], Values()])[:2]  # the inner ones first
         right_type = _is_of(value, kind)
         if right_type and (value is None or values.take(value)):
             continue
@@ -90,19 +94,6 @@ def check_fields(record: Any) -> None:
 
 def _name_of(kind: Any) -> str:
     return f"a value of {kind.__name__ if isinstance(kind, type) else kind}"
-
-
-@functools.lru_cache(maxsize=16)
-def _fields_of(cls: type) -> tuple[tuple[str, Any, Any, Values], ...]:
-    """Return the name, the default, the type and the values of each field of a record."""
-    hints = typing.get_type_hints(cls, include_extras=True)
-    found = []
-    for field in dataclasses.fields(cls):
-        kind, values = hints[field.name], Values()
-        if typing.get_origin(kind) is typing.Annotated:
-            kind, values = typing.get_args(kind)
-        found.append((field.name, field.default, kind, values))
-    return tuple(found)
 
 
 def _is_of(value: object, kind: Any) -> bool:
@@ -147,23 +138,6 @@ def _is_increasing(counts: tuple[int, ...]) -> bool:
 
 def _are_hashable(rules: tuple[Any, ...]) -> bool:
     return all(isinstance(one, Hashable) for one in rules)
-
-
-def _is_mode_or_directory(cache: str) -> bool:
-    mode, directory = _mode_and_directory(cache)
-    return mode in (None, *CACHE_MODES) and (directory is None or _looks_like_a_path(directory))
-
-
-def _mode_and_directory(cache: str | None) -> tuple[str | None, str | None]:
-    """Return the parts of "mode", "directory" and "mode:directory"."""
-    mode, _, directory = (cache or "").partition(":")
-    if mode in CACHE_MODES:
-        return mode, directory or None
-    return (None, cache) if cache and _looks_like_a_path(cache) else (cache or None, None)
-
-
-def _looks_like_a_path(text: str) -> bool:
-    return "/" in text or text.startswith(("~", "."))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -230,7 +204,7 @@ class Options:
         str | None,
         Values(
             "off, ro, rw, require, a directory with a slash, or mode:directory",
-            _is_mode_or_directory,
+            _CACHE.fullmatch,
         ),
     ] = None
 
@@ -240,20 +214,14 @@ class Options:
             if isinstance(rule, str) and rule.startswith("+") and rule[1:] not in SWITCHES:
                 raise UnknownNameError("switch of rules", rule, [f"+{name}" for name in SWITCHES])
 
-    @property
-    def attention(self) -> bool:
-        """Whether attention becomes a kernel."""
-        return "+attention" in self.rules
+    def has(self, switch: str) -> bool:
+        """Return whether one of SWITCHES is on."""
+        return f"+{switch}" in self.rules
 
     @property
     def price(self) -> str:
         """How the passes compare calls, of `prices.kernel.PRICES`."""
-        return "simulated" if "+simulated" in self.rules else "closed_form"
-
-    @property
-    def norms(self) -> bool:
-        """Whether norms and residuals are taken into kernels."""
-        return "+norms" in self.rules
+        return "simulated" if self.has("simulated") else "closed_form"
 
     @property
     def disable(self) -> tuple[str, ...]:
@@ -367,9 +335,14 @@ def neuron_environment(target: str) -> AbstractContextManager[Any]:
     return mock.patch.dict(os.environ, {"NEURON_PLATFORM_TARGET_OVERRIDE": target})
 
 
+def _named_cache(options: Options | None) -> Sequence[str | None]:
+    """Return the mode and the directory that the options name."""
+    return _CACHE.fullmatch(options.cache or "" if options else "").groups()  # type: ignore[union-attr]
+
+
 def cache_mode(options: Options | None = None) -> str:
     """Return the cache mode: the option, else NMM_CACHE, else "rw"."""
-    given, _ = _mode_and_directory(options.cache if options else None)
+    given, _ = _named_cache(options)
     mode = given or setting("NMM_CACHE") or "rw"
     if mode not in CACHE_MODES:
         raise UnknownNameError("NMM_CACHE", mode, CACHE_MODES)
@@ -381,7 +354,7 @@ def cache_dir(options: Options | None = None) -> Path:
 
     Raises CacheTrustError when that needs a home directory and there is none.
     """
-    _, named = _mode_and_directory(options.cache if options else None)
+    _, named = _named_cache(options)
     given, base = named or setting("NMM_CACHE_DIR"), setting("XDG_CACHE_HOME")
     try:
         if given:

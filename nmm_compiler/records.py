@@ -59,9 +59,9 @@ def _revive(annotation: Any, value: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=256)
-def _hints(cls: type[Any]) -> dict[str, Any]:
-    """Return the types of a class's fields; reading them costs more than building a record."""
-    return typing.get_type_hints(cls)
+def hints_of(cls: type[Any]) -> dict[str, Any]:
+    """Return the annotations of a class; reading them costs more than building a record."""
+    return typing.get_type_hints(cls, include_extras=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Record:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
         """Build the record again from `to_dict`'s data; unknown keys raise TypeError."""
-        hints = _hints(typing.cast(Any, cls))
+        hints = hints_of(typing.cast(Any, cls))
         held = {key: value for key, value in data.items() if key not in cls.derived}
         return cls(**{key: _revive(hints.get(key, Any), value) for key, value in held.items()})
 

@@ -66,7 +66,7 @@ class Attention(Rule):
 
     def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
         """Propose calls of scaled_dot_product_attention, where the option asks for them."""
-        if not graph.options.attention:
+        if not graph.options.has("attention"):
             return
         if target_name(node) == "scaled_dot_product_attention":
             yield node, dict(zip(_ARGUMENTS, node.args, strict=False)) | dict(node.kwargs)

@@ -82,7 +82,7 @@ class NormInside(Rule):
     def combine(self, graph: Canonical, matches: list[Match]) -> list[Match | Refusal]:
         """Let calls take in the norm of their x."""
         owners = {node: match for match in matches for node in match.nodes}
-        given = [one for one in matches if graph.options.norms and takes(one, "norm")]
+        given = [one for one in matches if graph.options.has("norms") and takes(one, "norm")]
         found = [(match, self._inside(graph, match, owners)) for match in given]
         for match, ends in found:
             if isinstance(ends, dict):
@@ -160,7 +160,7 @@ class ResidualInside(Rule):
 
     def combine(self, graph: Canonical, matches: list[Match]) -> list[Match | Refusal]:
         """Let calls take in the sum of their result and another tensor, in either order."""
-        given = [one for one in matches if graph.options.norms and takes(one, "residual")]
+        given = [one for one in matches if graph.options.has("norms") and takes(one, "residual")]
         made = {match.data.final: match for match in given}
         taken = {node for match in matches for node in match.nodes}
         out: list[Match | Refusal] = list(matches)
