@@ -117,7 +117,8 @@ def test_what_json_has_no_word_for_is_refused(value):
 def _records():
     for module in pkgutil.walk_packages(nmm_compiler.__path__, "nmm_compiler."):
         template = ".kernels.pieces" in module.name or module.name.endswith(".kernel")
-        template = template or module.name.endswith("rungs")  # NKI code too
+        # NKI code too, and what needs torch-mlir
+        template = template or module.name.endswith(("rungs", "mlir.lower"))
         if not template and not module.name.endswith("__main__"):
             importlib.import_module(module.name)
     found = []

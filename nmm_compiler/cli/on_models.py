@@ -237,20 +237,18 @@ def export(
     ],
     dialect: Annotated[
         str,
-        values.choice_option(
-            "dialect", "nmm_compiler.mlir.lower:DIALECTS", "torch, linalg or stablehlo"
-        ),
+        values.choice_option("dialect", "nmm_compiler.mlir:DIALECTS", "torch, linalg or stablehlo"),
     ] = "stablehlo",
     kernels: Annotated[
         str,
         values.choice_option(
-            "way", "nmm_compiler.mlir.lower:MODES", "call, or inline (reference bodies)"
+            "way", "nmm_compiler.mlir:MODES", "call, or inline (reference bodies)"
         ),
     ] = "call",
     weights: Annotated[
         str,
         values.choice_option(
-            "way", "nmm_compiler.mlir.lower:WEIGHTS", "args, or resources (in the module)"
+            "way", "nmm_compiler.mlir:WEIGHTS", "args, or resources (in the module)"
         ),
     ] = "args",
     tokens: values.Tokens = 64,

@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from nmm_compiler import outputs
+from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.errors import ModelError, NmmError
 from nmm_compiler.ops import lower as lowering
 from nmm_compiler.ops.registration import DEFINITIONS
@@ -127,9 +128,18 @@ class ExportedKernel(Record):
         calls, or there are no buckets.
         """
         call, values = calls[0], calls[0].values
+        counts = options.buckets
+        if not call.dynamic:
+            counts = (int(lowering.tokens(next(iter(values.values())), values)),)
+        elif sources and counts is None:
+            raise ModelError(
+                f"{call.node} has a token count known at run time only, and an NKI kernel has a "
+                "fixed one; pass options={'buckets': (1, 128, ...)} to write a source per count, "
+                "or kernels='inline', or sources=False"
+            )
+        launches = {count: _launch(call, count) for count in counts or (1,)}
+        spec, operands = next(iter(launches.values()))
         digest = hashlib.sha256(call.signature().encode()).hexdigest()[:8]
-        counts = _token_counts(call, options, sources)
-        specs, orders = zip(*(_launch(call, tokens) for tokens in counts), strict=True)
         return cls(
             name=f"nmm_{call.op}_{digest}",
             op=call.op,
@@ -137,12 +147,12 @@ class ExportedKernel(Record):
             out_layout=",".join(values.get("out_layouts") or [values.get("out_layout", "row")]),
             target=values["target"],
             calls=tuple(one.node.name for one in calls),
-            family=specs[0].family,
-            spec=specs[0].to_dict() | ({"m": None} if call.dynamic else {}),
-            operands=orders[0],
+            family=spec.family,
+            spec=spec.to_dict() | ({"m": None} if call.dynamic else {}),
+            operands=operands,
             sources=tuple(
-                _source(spec, tokens, values["target"], options)
-                for spec, tokens in zip(specs, counts, strict=True)
+                _source(one, count, values["target"], options)
+                for count, (one, _) in launches.items()
                 if sources
             ),
         )
@@ -169,21 +179,6 @@ def _one_or_all(entries: list[Any]) -> Any:
     return entries[0] if len(entries) == 1 else entries
 
 
-def _token_counts(call: KernelCall, options: Options, sources: bool) -> tuple[int, ...]:
-    if not call.dynamic:
-        values = call.values
-        return (int(lowering.tokens(next(iter(values.values())), values)),)
-    if not sources:
-        return (1,)
-    if not options.buckets:
-        raise ModelError(
-            f"{call.node} has a token count known at run time only, and an NKI kernel has a fixed "
-            "one; pass options={'buckets': (1, 128, ...)} to write a source per count, or "
-            "kernels='inline', or sources=False"
-        )
-    return options.buckets
-
-
 def _launch(call: KernelCall, tokens: int) -> tuple[Any, tuple[int, ...]]:
     """Return the spec of a call's kernel and, for its operands in order, their numbers in the
     call."""
@@ -204,8 +199,6 @@ def _launch(call: KernelCall, tokens: int) -> tuple[Any, tuple[int, ...]]:
 
 
 def _source(spec: Any, tokens: int, target: str, options: Options) -> KernelSource:
-    from nmm_compiler.codegen.build import build_kernel
-
     kernel = build_kernel(spec, target, options=options)
     digest = hashlib.sha256(kernel.source.encode()).hexdigest()
     return KernelSource(tokens, f"{kernel.name}.py", digest, kernel.source)
