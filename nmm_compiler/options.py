@@ -71,6 +71,10 @@ class Values:
         return not self.names if self.test is None else bool(self.test(value))
 
 
+TargetName = Annotated[str, Values(names=TARGETS, test=lambda name: name.endswith(FILE))]
+"""A target, or the file of a machine's calibration."""
+
+
 def check_fields(record: Any) -> None:
     """Raise OptionTypeError or UnknownNameError for a field that its annotation does not permit.
 
@@ -122,16 +126,6 @@ def check_names(cls: type, given: Mapping[str, Any]) -> None:
             raise UnknownNameError("option", name, known)
 
 
-def is_positive(number: float) -> bool:
-    """Return whether a number is above 0."""
-    return number > 0
-
-
-def is_target_file(target: str) -> bool:
-    """Return whether a target is named by the file of its calibration."""
-    return target.endswith(FILE)
-
-
 def _is_increasing(counts: tuple[int, ...]) -> bool:
     return bool(counts) and counts[0] >= 1 and all(a < b for a, b in itertools.pairwise(counts))
 
@@ -173,7 +167,7 @@ class Options:
         asks the environment, which also has its bound and its shared store (docs/cache.md).
     """
 
-    target: Annotated[str, Values(names=TARGETS, test=is_target_file)] = "trn2"
+    target: TargetName = "trn2"
     dialect: Annotated[str, Values(names=DIALECTS)] = "auto"
     executor: Annotated[str, Values(names=EXECUTORS)] = "auto"
     lnc: Annotated[int, Values("1 or 2 physical cores of a logical one", (1, 2).__contains__)] = 1
@@ -197,7 +191,7 @@ class Options:
         tuple[Any, ...],
         Values("a list of rules", _are_hashable),
     ] = ()
-    instruction_budget: Annotated[int, Values("a number of instructions above 0", is_positive)] = (
+    instruction_budget: Annotated[int, Values("a number of instructions above 0", (0).__lt__)] = (
         INSTRUCTION_BUDGET
     )
     cache: Annotated[

@@ -10,13 +10,7 @@ from typing import Annotated, Any
 from nmm_compiler.errors import OptionTypeError
 from nmm_compiler.lowrank_models.modules import FORMAT_NAMES, read_format
 from nmm_compiler.lowrank_models.select import Patterns
-from nmm_compiler.options import (
-    TARGETS,
-    Values,
-    check_fields,
-    is_positive,
-    is_target_file,
-)
+from nmm_compiler.options import TargetName, Values, check_fields
 
 METHODS = ("auto", "svd", "whitened", "two-sided")
 Workload = tuple[tuple[str, int, float], ...]
@@ -83,8 +77,8 @@ class CompressionConfig:
     include: Patterns = None
     exclude: Patterns = None
     method: Annotated[str, Values(names=METHODS)] = "auto"
-    align: Annotated[int | None, Values("a positive whole number, or None", is_positive)] = None
-    target: Annotated[str, Values(names=TARGETS, test=is_target_file)] = "trn2"
+    align: Annotated[int | None, Values("a positive whole number, or None", (0).__lt__)] = None
+    target: TargetName = "trn2"
     workload: Annotated[
         int | Mapping[str, Any],
         Values(
