@@ -16,14 +16,14 @@ import dataclasses
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import fx
-from torch._logging._internal import trace_log
+from torch._logging._internal import trace_log, trace_structured_artifact
 
 from nmm_compiler.codegen.build import Kernel
 from nmm_compiler.codegen.choice_table import schedule_table
@@ -226,7 +226,7 @@ def publish(
         _log.debug("%s", report)
         for name, text in _artifacts(report, before, after):
             _log.debug("%s of graph %d\n%s", name, report.graph, text)
-    _artifact("nmm_compile_report", report.to_json, "json")
+    trace_structured_artifact("nmm_compile_report", "json", report.to_json)
     places = (getattr(handler, "root_dir", None) for handler in trace_log.handlers)
     folder = next(filter(None, places), None)
     if folder is not None:  # handlers of others read no pages, and one takes seconds
@@ -269,11 +269,6 @@ def _artifacts(
         yield "nmm_schedules", "\n\n".join(tables)
 
 
-def _artifact(name: str, text: Callable[[], str], encoding: str = "string") -> None:
-    about = {"name": name, "encoding": encoding}
-    torch._logging.trace_structured("artifact", metadata_fn=lambda: about, payload_fn=text)
-
-
 def _trace(report: CompileReport, before: Any, after: Any, folder: Path) -> None:
     """Write all of a graph's texts to torch's structured trace, and its page beside it.
 
@@ -281,7 +276,7 @@ def _trace(report: CompileReport, before: Any, after: Any, folder: Path) -> None
     """
     shown = page(f"nmm_compiler: graph {report.graph}", compile_parts([report]))
     for name, text in (*_artifacts(report, before, after), ("nmm_report.html", shown)):
-        _artifact(name, text.__str__)
+        trace_structured_artifact(name, "string", text.__str__)
     name = f"nmm_report_{report.graph}"
     place = folder.resolve() / f"{name}_of_{os.getpid()}.html"
     try:
