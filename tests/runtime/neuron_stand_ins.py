@@ -222,9 +222,10 @@ RIGHT = "(x @ u) @ v"
 
 
 def write_kernel(tmp_path, spec, body=RIGHT, name="tiny", dialect="nki"):
-    """Return a kernel of three operands whose file returns `body`."""
+    """Return a kernel of the operands of a spec whose file returns `body`."""
     line = "import nki" if dialect == "nki" else "import neuronxcc.nki as nki"
-    source = f"{line}\n\n\n@nki.jit\ndef {name}(x, u, v):\n    return {body}\n"
+    operands = ", ".join(operand.name for operand in spec.inputs())
+    source = f"{line}\n\n\n@nki.jit\ndef {name}({operands}):\n    return {body}\n"
     path = tmp_path / f"{name}.py"
     path.write_text(source)
     return StandInKernel(name, spec, get("trn2"), source, path, dialect)
