@@ -3,38 +3,30 @@
 `nn.Linear` stores [outputs, inputs] and kernels read [inputs, outputs] fastest, so a weight is
 transposed once, not per call. Weights are inputs of a compiled graph: an in-place update or a
 replaced Parameter recompiles nothing, so every use of a copy first checks that its origin is
-unchanged. A copy is found by the origin's storage, offset, shape, strides and dtype. It keeps a
-weak reference to that storage, so that no later storage gets the same identity. The copy is valid
-while the origin's version counter is the same. Writes through `.data` or NumPy do not change that
-counter, so on the CPU the values are compared bit by bit as well, which costs one read. On a device
-that would stop the stream: there, such writes need `Packs.clear()`. With freeze there is no check.
+unchanged. A copy is found by the origin's storage, offset, shape, strides and dtype; the storage
+is known by a weak reference, so that no later one is taken for it. The copy is valid while the
+origin's version counter is the same. Writes through `.data` or NumPy do not change that counter,
+so on the CPU the values are compared bit by bit as well, which costs one read. On a device that
+would stop the stream: there, such writes need `Packs.clear()`. With freeze there is no check.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@dataclass(frozen=True)
-class _Pack:
-    storage: StorageWeakRef
-    version: int
-    copy: Tensor
-
-
 class Packs:
-    """Transposed copies of weights, each for as long as its weight lives."""
+    """Transposed copies of weights, each for as long as the storage of its weight lives."""
 
     def __init__(self) -> None:
         self.made = 0
-        self._packs: dict[tuple[Any, ...], _Pack] = {}
+        self._packs: WeakKeyDictionary[Any, dict[Any, tuple[int, Tensor]]] = WeakKeyDictionary()
 
     def transposed(self, w: Tensor, *, freeze: bool = False) -> Tensor:
         """Return w.mT [.., inputs, outputs] as a contiguous tensor, for w [.., outputs, inputs].
@@ -45,18 +37,16 @@ class Packs:
             return w.detach().mT
         if not has_own_memory(w):
             return w.detach().mT.contiguous()
-        storage = StorageWeakRef(w.untyped_storage())
-        key = (storage.cdata, w.storage_offset(), w.shape, w.stride(), w.dtype)
+        packs = self._packs.setdefault(w.untyped_storage(), {})
+        key = (w.storage_offset(), w.shape, w.stride(), w.dtype)
         version = 0 if w.is_inference() else w._version
-        pack = self._packs.get(key)
-        if pack is not None and (freeze or (pack.version == version and _same_bits(w, pack.copy))):
-            return pack.copy
-        for other, held in list(self._packs.items()):  # another thread may add or drop one
-            if held.storage.expired():
-                self._packs.pop(other, None)
+        if key in packs:
+            then, copy = packs[key]
+            if freeze or (then == version and _same_bits(w, copy)):
+                return copy
         copy = w.detach().mT.contiguous()
         self.made += 1
-        self._packs[key] = _Pack(storage, version, copy)
+        packs[key] = version, copy
         return copy
 
     def clear(self) -> None:
@@ -64,7 +54,7 @@ class Packs:
         self._packs.clear()
 
     def __len__(self) -> int:
-        return len(self._packs)
+        return sum(map(len, self._packs.values()))
 
 
 def has_own_memory(w: Tensor) -> bool:
