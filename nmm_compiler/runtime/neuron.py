@@ -26,10 +26,8 @@ not used again, with a warning.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import importlib
-import inspect
 import threading
 import types
 import warnings
@@ -143,7 +141,7 @@ def launch(kernel: Any, operands: Sequence[Tensor]) -> tuple[Tensor, ...] | None
     that are on no Neuron device, and for a device that is not what the kernel was made for.
     """
     device = operands[0].device
-    if device.type not in _LAUNCHERS:
+    if device.type not in LAUNCHERS:
         raise NeuronSetupError(
             f"executor 'neuron' got tensors on {device.type!r}; move the model to the device "
             "(.to('neuron') or torch_xla.device()), or use executor 'auto'"
@@ -160,7 +158,7 @@ def launch(kernel: Any, operands: Sequence[Tensor]) -> tuple[Tensor, ...] | None
             verdict = True
     else:
         verdict = check(kernel, device)
-    return _LAUNCHERS[device.type](kernel, operands) if verdict else None
+    return LAUNCHERS[device.type](kernel, operands) if verdict else None
 
 
 def _launch_on_xla(kernel: Any, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -173,15 +171,13 @@ def _launch_on_torchneuron(kernel: Any, operands: Sequence[Tensor]) -> tuple[Ten
             f"kernel {kernel.name} is in dialect 'neuronxcc' (NKI Beta 1), which runs on torch-xla "
             "tensors; for tensors on 'neuron' pass options={'dialect': 'nki'}"
         )
-    return several(registered_op(kernel, len(operands))(*operands))
+    return tuple(registered_op(kernel)(list(operands)))
 
 
 Launcher = Callable[[Any, Sequence[Tensor]], tuple[Tensor, ...]]
 
-_LAUNCHERS: dict[str, Launcher] = {
-    "xla": _launch_on_xla,
-    "neuron": _launch_on_torchneuron,
-}
+LAUNCHERS: dict[str, Launcher] = {"xla": _launch_on_xla, "neuron": _launch_on_torchneuron}
+"""Device type -> what runs a kernel there, without the first-run check."""
 
 
 def device() -> torch.device:
@@ -192,76 +188,36 @@ def device() -> torch.device:
     return importlib.import_module("torch_xla").device()
 
 
-def launcher(device: torch.device) -> Launcher:
-    """Return the function that runs a kernel on a device, without the first-run check."""
-    return _LAUNCHERS[device.type]
-
-
-_COMPILERS = {"neuron": "neuron"}
-"""Device type -> backend of torch.compile whose graphs hold kernels; those of torch-xla do not."""
-
-
-def compiled_launcher(device: torch.device) -> Launcher:
-    """Return the function that runs a kernel on a device within a graph of torch.compile."""
-
-    @functools.cache
-    def compiled(op: Any) -> Any:
-        def call(*tensors: Tensor) -> Any:
-            return op(*tensors)
-
-        return torch.compile(call, backend=_COMPILERS[device.type], fullgraph=True, dynamic=False)
-
-    def launch(kernel: Any, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        op = registered_op(kernel, len(operands))  # before Dynamo traces, which refuses its lock
-        return several(compiled(op)(*operands))
-
-    return launch
-
-
 _registered: dict[str, Any] = {}
 
 
-def registered_op(kernel: Any, operands: int) -> Any:
-    """Return the kernel as a torch op, registered once with TorchNeuron's `nki_op`.
+def registered_op(kernel: Any) -> Any:
+    """Return the kernel as a torch op of a list of tensors, registered once with `nki_op`.
 
-    `nki_op` wants a typed Python function that calls the kernel. While a graph is traced it runs
-    that function on fake and functional tensors, as `torch.library.triton_op` does: `wrap_nki`
-    makes of the kernel's call a higher-order operator there, and plain execution elsewhere.
+    TorchNeuron's `nki_op` wants a typed Python function that calls the kernel. While a graph is
+    traced it runs that function on fake and functional tensors, as `torch.library.triton_op` does:
+    `wrap_nki` makes of the kernel's call a higher-order operator there, and plain execution
+    elsewhere.
     """
     digest = hashlib.sha256(kernel.source.encode()).hexdigest()[:32]
     name = f"nmm_kernels::{kernel.name}_{digest}"
     with _lock:
-        found = _registered.get(name)
-        if found is not None:
-            return found
-        torch_neuronx = importlib.import_module("torch_neuronx")
-        nki_op = getattr(torch_neuronx, "nki_op", None)
-        if nki_op is None:
-            raise NeuronSetupError(
-                f"torch_neuronx {machine.version('torch-neuronx')} has no nki_op, which tensors on "
-                "'neuron' need; install torch-neuronx 2.13 or newer, or use torch-xla tensors"
-            )
-        function = _on_its_cores(_traceable(load(kernel)), kernel)
-        single = len(kernel.spec.outputs()) == 1
+        if name not in _registered:
+            torch_neuronx = importlib.import_module("torch_neuronx")
+            nki_op = getattr(torch_neuronx, "nki_op", None)
+            if nki_op is None:
+                raise NeuronSetupError(
+                    f"torch_neuronx {machine.version('torch-neuronx')} has no nki_op, which "
+                    "tensors on 'neuron' need; install torch-neuronx 2.13 or newer, or use "
+                    "torch-xla tensors"
+                )
+            function = _on_its_cores(_traceable(load(kernel)), kernel)
 
-        def call(*tensors: Tensor) -> Any:
-            results = several(function(*tensors))
-            return results[0] if single else results
+            def call(operands: list[Tensor]) -> list[Tensor]:
+                return list(several(function(*operands)))
 
-        returned: Any = Tensor if single else tuple[(Tensor,) * len(kernel.spec.outputs())]  # type: ignore[misc]
-        parameters = [
-            inspect.Parameter(
-                f"operand{i}", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Tensor
-            )
-            for i in range(operands)
-        ]
-        call.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            parameters, return_annotation=returned
-        )
-        call.__annotations__ = {**{p.name: Tensor for p in parameters}, "return": returned}
-        call.__name__ = call.__qualname__ = kernel.name
-        found = _registered[name] = nki_op(name, mutates_args={})(call)
-    return found
+            _registered[name] = nki_op(name, mutates_args={})(call)
+        return _registered[name]
 
 
 def _traceable(function: Any) -> Any:
@@ -286,7 +242,7 @@ def check(kernel: Any, device: torch.device) -> bool:
         if key not in _verdicts:
             machine.check_launch(kernel.target.name, kernel.spec.lnc)
             with _disable_current_modes(), torch.no_grad():
-                wrong = fault(kernel, device, _LAUNCHERS[device.type])
+                wrong = fault(kernel, device, LAUNCHERS[device.type])
             if wrong is not None:
                 warnings.warn(
                     f"nmm: kernel {kernel.name} is not used on {device.type}: {wrong}. PyTorch "

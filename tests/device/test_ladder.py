@@ -147,9 +147,9 @@ def device(monkeypatch, tmp_path):
     (tmp_path / "type").write_text("trn2.48xlarge")
     monkeypatch.setattr(neuron, "_registered", {})
     monkeypatch.setattr(neuron, "device", lambda: torch.device("cpu"))
-    monkeypatch.setitem(neuron._LAUNCHERS, "cpu", neuron._launch_on_torchneuron)
+    monkeypatch.setitem(neuron.LAUNCHERS, "cpu", neuron._launch_on_torchneuron)
     monkeypatch.setattr(neuron, "load", OwnNki)
-    monkeypatch.setitem(neuron._COMPILERS, "cpu", "aot_eager")
+    monkeypatch.setattr(ladder, "COMPILER", "aot_eager")
     monkeypatch.setattr(ladder, "TIMED_RUNS", 1)
     monkeypatch.setenv("NMM_CACHE_DIR", str(tmp_path / "cache"))
 

@@ -61,14 +61,14 @@ def computes_the_product(run):
 def cpu_is_xla(monkeypatch):
     """Let CPU tensors stand for tensors on a torch-xla device."""
     install(monkeypatch, **XLA)
-    monkeypatch.setitem(neuron._LAUNCHERS, "cpu", neuron._launch_on_xla)
+    monkeypatch.setitem(neuron.LAUNCHERS, "cpu", neuron._launch_on_xla)
     monkeypatch.setattr(registration, "NEURON_DEVICES", ("cpu",))
 
 
 @pytest.fixture
 def cpu_is_neuron(monkeypatch):
     """Let CPU tensors stand for tensors on TorchNeuron's device."""
-    monkeypatch.setitem(neuron._LAUNCHERS, "cpu", neuron._launch_on_torchneuron)
+    monkeypatch.setitem(neuron.LAUNCHERS, "cpu", neuron._launch_on_torchneuron)
     monkeypatch.setattr(registration, "NEURON_DEVICES", ("cpu",))
     monkeypatch.setattr(registration.EXECUTORS["neuron"], "traced_device", "cpu")
     return install(monkeypatch, **NATIVE)
@@ -242,10 +242,8 @@ def test_torchneuron_registers_each_kernel_once(tmp_path, cpu_is_neuron):
         computes_the_product(functools.partial(neuron.launch, kernel))
     (registered,) = cpu_is_neuron.registered
     assert registered.startswith(f"nmm_kernels::{kernel.name}_")
-    op = neuron.registered_op(kernel, 3)
-    assert str(op._opoverload._schema).endswith(
-        "(Tensor operand0, Tensor operand1, Tensor operand2) -> Tensor"
-    )
+    op = neuron.registered_op(kernel)
+    assert str(op._opoverload._schema).endswith("(Tensor[] operands) -> Tensor[]")
 
 
 def test_torchneuron_graphs_hold_the_kernels_operator(one_kernel, cpu_is_neuron):
@@ -359,7 +357,7 @@ def test_a_kernel_of_two_cores_is_launched_on_two(monkeypatch, tmp_path, path):
     if path is None:
         computes_the_product(functools.partial(neuron.simulate, kernel))
     else:
-        monkeypatch.setitem(neuron._LAUNCHERS, "cpu", neuron._LAUNCHERS[path])
+        monkeypatch.setitem(neuron.LAUNCHERS, "cpu", neuron.LAUNCHERS[path])
         with pytest.raises(NeuronSetupError, match="written for 2 physical cores"):
             neuron.check(other, torch.device("cpu"))
         monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "2")
@@ -464,7 +462,7 @@ def test_beta_1_is_the_default_where_it_is_all_there_is(monkeypatch, packages, t
 def test_a_kernel_is_simulated_and_launched_on_torch_xla_alone(monkeypatch, tmp_path):
     seen = install(monkeypatch, **BETA_1, **OLD_TORCH)
     kernel = write_kernel(tmp_path, SPEC, dialect="neuronxcc", name="tiny_beta_1")
-    monkeypatch.setitem(neuron._LAUNCHERS, "cpu", neuron._launch_on_xla)
+    monkeypatch.setitem(neuron.LAUNCHERS, "cpu", neuron._launch_on_xla)
     x, u, v = given = [neuron.tensor(array) for array in random_arrays(SPEC, seed=3)]
     for run in (neuron.simulate, neuron.launch):
         (y,) = run(kernel, given)
@@ -473,7 +471,7 @@ def test_a_kernel_is_simulated_and_launched_on_torch_xla_alone(monkeypatch, tmp_
     assert len(neuron.load(kernel).calls) == 3  # the two, and the first run before the launch
     assert "nki" not in sys.modules
     with pytest.raises(NeuronSetupError, match="runs on torch-xla tensors"):
-        neuron._LAUNCHERS["neuron"](kernel, given)
+        neuron.LAUNCHERS["neuron"](kernel, given)
 
 
 @pytest.mark.parametrize(
@@ -481,7 +479,7 @@ def test_a_kernel_is_simulated_and_launched_on_torch_xla_alone(monkeypatch, tmp_
     [
         ({}, "neuronxcc", neuron.simulate, "neuronx-cc is not installed, and the kernel is in"),
         (BETA_1, "nki", neuron.simulate, r"only NKI Beta 1 .* pass options={'dialect'"),
-        ({"torch_neuronx": "2.9.0.1", "nki_op": False}, "nki", neuron._LAUNCHERS["neuron"],
+        ({"torch_neuronx": "2.9.0.1", "nki_op": False}, "nki", neuron.LAUNCHERS["neuron"],
          r"torch_neuronx 2\.9\.0\.1 has no nki_op"),
     ],
 )  # fmt: skip
