@@ -37,7 +37,7 @@ from nmm_compiler.ops.lower import GraphCall, graph_call, lower
 from nmm_compiler.options import Options
 from nmm_compiler.passes.pipeline import copy_graph
 from nmm_compiler.runtime import neuron
-from nmm_compiler.runtime.kernels import KERNELS
+from nmm_compiler.runtime.kernels import KERNELS, NoKernelError
 
 BACKENDS = (
     "vllm_neuron",
@@ -109,7 +109,7 @@ def _lowered(work: Compilation, gm: fx.GraphModule) -> fx.GraphModule:
         missing = fill_cache(specs, options.target, options=options)
         for node, launch in calls.items():
             _replace(work, gm, node, launch, "built" if launch.spec in missing else "cache")
-    except NmmError as error:
+    except (NmmError, NoKernelError) as error:
         if options.strict or isinstance(error, NeuronSetupError):
             raise
         work.give_up("lowering to kernels", error)

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from nmm_compiler.errors import (
-    CacheMissError,
     ModelError,
     NeuronSetupError,
     ShapeError,
@@ -38,15 +37,11 @@ from nmm_compiler.ops.lower import lower
 from nmm_compiler.ops.operands import tokens_of
 from nmm_compiler.options import Options
 from nmm_compiler.runtime import neuron
-from nmm_compiler.runtime.kernels import KERNELS, WITHOUT_KERNEL, warn_once
+from nmm_compiler.runtime.kernels import KERNELS, NoKernelError, warn_once
 from nmm_compiler.runtime.weights import PACKS, has_own_memory
 
 Launcher = Callable[[Any, Sequence[Tensor]], tuple[Tensor, ...] | None]
 """Runs one kernel on its operands; None when the kernel must not be used."""
-
-
-class _NoKernelError(Exception):
-    """No kernel of a call may be used, and PyTorch may compute it: (for what, why)."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -72,12 +67,11 @@ class KernelExecutor:
         options = options_of(executor)
         try:
             return self._by_kernels(name, args, kwargs, options)
-        except _NoKernelError as refused:
-            (what, why), cause = refused.args, refused.__cause__
+        except NoKernelError as refused:
             if options.strict or executor.partition("#")[0] == self.name:
-                raise no_kernel(self.name, what, why) from cause
-            if cause is not None:  # else the first run has warned
-                warn_once(f"nmm: no kernel for {what}: {why}; {WITHOUT_KERNEL}")
+                raise no_kernel(self.name, *refused.args) from refused.__cause__
+            if refused.__cause__ is not None:  # else the first run has warned
+                warn_once(f"nmm: {refused}")
             return registration.DEFINITIONS[name].reference(*args, **kwargs)
 
     def _by_kernels(
@@ -94,7 +88,7 @@ class KernelExecutor:
         except (SpecError, ShapeError, UnknownNameError) as error:
             if options.strict:
                 raise
-            raise _NoKernelError(f"a call of {name}", str(error)) from error
+            raise NoKernelError(f"a call of {name}", str(error)) from error
         results = self._run(launch, kwargs.get("target", "trn2"), options)
         shaped = [
             y.reshape(*lead, y.shape[-1]) if layout == "row" else y.contiguous()
@@ -105,8 +99,6 @@ class KernelExecutor:
     def _run(self, launch: Launch, target: str, options: Options) -> Sequence[Tensor]:
         """Launch the kernel once per planned bucket along the tokens; return its results."""
         spec, axis = launch.spec, launch.token_axis
-        if axis == "m" and not spec.splits_tokens:
-            return self._launch(spec, launch.operands, target, options)
         pieces: list[tuple[Tensor, ...]] = []
         start = 0
         for size in KERNELS.plan(spec, target, options, axis):
@@ -133,17 +125,11 @@ class KernelExecutor:
     def _launch(
         self, spec: Any, operands: Sequence[Tensor], target: str, options: Options
     ) -> tuple[Tensor, ...]:
-        """Return the results of one kernel; raises _NoKernelError where it must not be used."""
-        try:
-            kernel = KERNELS.get(spec, target, options)
-        except Exception as error:  # the model must run after any failure of this package
-            if options.strict or isinstance(error, CacheMissError):
-                raise
-            why = f"{type(error).__name__}: {error}"
-            raise _NoKernelError(f"{spec} on {target}", why) from error
+        """Return the results of one kernel; raises NoKernelError where it must not be used."""
+        kernel = KERNELS.get(spec, target, options)
         ys = self.launcher(kernel, [operand.contiguous() for operand in operands])
         if ys is None:
-            raise _NoKernelError(str(spec), neuron.FAILED_FIRST_RUN.format(kernel.name))
+            raise NoKernelError(str(spec), neuron.FAILED_FIRST_RUN.format(kernel.name))
         return ys
 
 

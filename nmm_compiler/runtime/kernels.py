@@ -27,6 +27,14 @@ WITHOUT_KERNEL = "PyTorch computes its calls, or they raise where an executor wa
 Key = tuple[Any, ...]
 
 
+class NoKernelError(Exception):
+    """No kernel of a call may be used, and PyTorch may compute it: (for what, why)."""
+
+    def __str__(self) -> str:
+        what, why = self.args
+        return f"no kernel for {what}: {why}; {WITHOUT_KERNEL}"
+
+
 def bucket(tokens: int, ladder: tuple[int, ...] | None = None) -> int:
     """Return the smallest bucket that holds `tokens`.
 
@@ -83,10 +91,13 @@ class Kernels:
     def __init__(self) -> None:
         self.found: dict[Key, Any] = {}
         self.static: set[tuple[Any, str]] = set()
-        self._plans: dict[Any, tuple[int, ...]] = {}
 
     def get(self, spec: Any, target: str, options: Options) -> Any:
-        """Return the kernel of `spec`; raises what building it raised, on every call."""
+        """Return the kernel of `spec`.
+
+        Raises NoKernelError, from what building it raised, on every call; that itself under strict
+        and for what the cache lacks in mode "require".
+        """
         from nmm_compiler.codegen.build import build_kernel
 
         key = _key(spec, target, options)
@@ -96,19 +107,18 @@ class Kernels:
             except Exception as error:  # kept: a failing search is not repeated
                 self.found[key] = error
         found = self.found[key]
-        if isinstance(found, Exception):
+        if not isinstance(found, Exception):
+            return found
+        if options.strict or isinstance(found, CacheMissError):
             raise found
-        return found
+        raise NoKernelError(f"{spec} on {target}", f"{type(found).__name__}: {found}") from found
 
     def get_or_warn(self, spec: Any, target: str, options: Options) -> Any | None:
-        """Return the kernel, or None with one warning when it cannot be built (strict raises)."""
+        """Return the kernel, or None with one warning where `get` raises NoKernelError."""
         try:
             return self.get(spec, target, options)
-        except Exception as error:  # the model must run after any failure of this package
-            if options.strict or isinstance(error, CacheMissError):  # as mode "require" raises
-                raise
-            why = f"{spec} on {target}: {type(error).__name__}: {error}"
-            warn_once(f"nmm: no kernel for {why}; {WITHOUT_KERNEL}")
+        except NoKernelError as refused:
+            warn_once(f"nmm: {refused}")
             return None
 
     def sized(self, launch: Any, target: str, options: Options, static: bool) -> Any:
@@ -125,22 +135,20 @@ class Kernels:
     def plan(self, spec: Any, target: str, options: Options, axis: str = "m") -> tuple[int, ...]:
         """Return the token counts to launch for a call; axis: "k" of one that sums over its tokens.
 
-        Exactly these for the shape of a static graph, unless the user set buckets; else buckets,
-        those of rows split in two launches where that is predicted to beat padding by a tile or
-        more.
+        Exactly these where tokens depend on each other, and for the shape of a static graph unless
+        the user set buckets; else buckets, those of rows split in two launches where that is
+        predicted to beat padding by a tile or more.
         """
         tokens = int(getattr(spec, axis))
-        if options.buckets is None and (spec, target) in self.static:
+        static = (spec, target) in self.static and options.buckets is None
+        if static or not spec.splits_tokens:
             return (tokens,)
         whole = bucket(tokens, options.buckets)
         if axis == "k" or whole - tokens < _WORTH_SPLITTING_TOKENS:
             return (whole,)
-        key = (_key(spec, target, options), options.buckets)
-        if key not in self._plans:
-            self._plans[key] = planned_buckets(
-                tokens, options.buckets, lambda m: self._launch_us(spec, m, target, options)
-            )
-        return self._plans[key]
+        return planned_buckets(
+            tokens, options.buckets, lambda m: self._launch_us(spec, m, target, options)
+        )
 
     def _launch_us(self, spec: Any, m: int, target: str, options: Options) -> float:
         kernel = self.get_or_warn(dataclasses.replace(spec, m=m), target, options)
@@ -154,7 +162,6 @@ class Kernels:
         warn_once.cache_clear()
         self.found.clear()
         self.static.clear()
-        self._plans.clear()
 
 
 KERNELS = Kernels()
