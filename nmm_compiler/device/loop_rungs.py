@@ -8,13 +8,6 @@ import nki.isa as nisa
 import nki.language as nl
 
 
-def position(i):
-    """Return a loop's index in SBUF, where views can be addressed by it."""
-    at = nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf)
-    nisa.register_store(at, i)
-    return at
-
-
 @nki.jit
 def device_loop(x):
     """Copy x in a loop on the device."""
@@ -40,7 +33,8 @@ def device_loop_register(x):
     blocks, results = x.reshape_dim(0, (turns, 128)), out.reshape_dim(0, (turns, 128))
 
     def body(i):
-        at = position(i)
+        at = nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf)  # views are addressed by it there
+        nisa.register_store(at, i)
         held = nl.ndarray((128, columns), dtype=x.dtype, buffer=nl.sbuf)
         nisa.dma_copy(dst=held, src=blocks.select(0, at))
         nisa.dma_copy(dst=results.select(0, at), src=held)
