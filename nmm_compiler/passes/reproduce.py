@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.debug_utils import NNModuleToString
 
 from nmm_compiler.passes.graph.canonical import owner_of
 from nmm_compiler.passes.graph.capture import collect_values
@@ -53,6 +52,8 @@ print("no fault")"""
 
 def _program(title: str, module: fx.GraphModule, inputs: Any, ending: str) -> str:
     """Return a program that makes a module and random inputs for it, and what it does with them."""
+    from torch._dynamo.debug_utils import NNModuleToString  # loads Dynamo's own tests
+
     return _PROGRAM.format(
         title=title, version=VERSION, ending=ending,
         module=NNModuleToString.convert(module).strip(),
