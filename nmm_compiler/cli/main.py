@@ -15,6 +15,7 @@ when it loads, so that a failing import is handled too.
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import os
 import shlex
@@ -40,6 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
         app(prog_name="nmm")
     code, said = 0, ""
+    # What is imported stays: to look through all of it again and again takes a second.
+    gc.set_threshold(10_000, 20, 100)
     try:
         for name in ("stdin", "stdout", "stderr"):
             stream = getattr(sys, name)
