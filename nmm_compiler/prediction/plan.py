@@ -94,8 +94,8 @@ def changes(
 ) -> tuple[Change, ...]:
     """Return what each change would bring, the largest gain first.
 
-    again: predicts the same setting with some arguments of `predict` changed. low_rank: predictions
-    at other ratios, which are at hand. What cannot be predicted, as a format
+    again: predicts the last phase of the same setting with some arguments of `predict` changed.
+    low_rank: predictions at other ratios, which are at hand. What cannot be predicted, as a format
     that the target lacks, is left out.
     """
     others = {f"low rank, ratio {ratio:g}": one for ratio, one in low_rank.items()}
@@ -409,7 +409,7 @@ def plan(
         told: tuple[Change, ...] = ()
         (form, base), *_ = made
         if len(settings) == 1 and form == BF16:
-            again = functools.partial(predicted, settings[0], BF16, price=price)
+            again = functools.partial(predicted, settings[0], BF16, price=price, last=True)
             told = changes(base, again, {p.ratio: p for _, p in made if p.ratio is not None})
         rate = machine_target(base.target).memory_bytes_per_second * lnc
         steps = () if measured is None else differences(base.phases[-1], measured, rate)

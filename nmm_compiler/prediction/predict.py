@@ -57,6 +57,7 @@ def predict(
     stack: str = "own",
     routing: Sequence[float] | None = None,
     norms: bool = True,
+    last: bool = False,
 ) -> ModelPrediction:
     """Return the predicted latency of a model on `target`, and that of the dense model.
 
@@ -92,6 +93,7 @@ def predict(
             equally often.
         norms: whether kernels have norms, sums and the RoPE of queries inside where that is
             faster, as the backend with `rules=["+norms", "+attention"]`.
+        last: predict the last phase alone: the token, of a model that generates.
 
     Returns:
         Every piece with its time and source, and the sums.
@@ -125,7 +127,9 @@ def predict(
     machine = Machine(chip, lnc, tp, form, price, stack_named(stack).name)
     setting = {"prompt": prompt, "context": context, "batch": batch}
     counts = check_routing(routing or (), routing)
-    made = functools.partial(_prediction, machine, target, dtype, setting, inputs, counts, norms)
+    made = functools.partial(
+        _prediction, machine, target, dtype, setting, inputs, counts, norms, last
+    )
     before = made(original)
     if not low_rank and dense is None and saved_layers(given) is None:
         return before
@@ -139,7 +143,7 @@ _KEPT_MOST = 64  # models of a plan, by their ratios and the cores that share th
 
 def _prediction(
     machine: Machine, named: str, dtype: str, setting: dict[str, int], inputs: Any,
-    routing: tuple[float, ...], norms: bool, given: Any,
+    routing: tuple[float, ...], norms: bool, last: bool, given: Any,
     low: dict[str, Any] | None = None, dense: ModelPrediction | None = None,
 ) -> ModelPrediction:  # fmt: skip
     """Return the prediction of a model as it is, or as `compress` would make it.
@@ -169,7 +173,7 @@ def _prediction(
         if isinstance(linear, nn.Linear)
     ]
     phases = []
-    for one in asked:
+    for one in asked[-1:] if last else asked:
         pieces = walk_pass(one, machine.target, named, machine.lnc, inside)
         pieces = routed(pieces, routing, prepared.shared)
         phases.append(_phase(one.name, pieces, machine, layers, head))
