@@ -48,6 +48,8 @@ def test_survivors_are_named_and_too_many_are_a_failure(tmp_path, monkeypatch, c
         "from nmm_compiler.room.a import f\n\n\ndef test_f():\n    assert f(99) and not f(0)\n"
     )
     monkeypatch.setattr(run_mutants, "ROOT", tmp_path)
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # two seconds a start
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-p xdist")
     assert run_mutants.main(["--room", "room", "--workers", "0", "--least", "0.6"]) == 1
     said = capsys.readouterr().out
     assert "killed   nmm_compiler/room/a.py:2: comparison flipped: x > 5 -> x <= 5" in said
