@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -27,21 +28,31 @@ _HASH = re.compile(r"[0-9a-f]{16,}")
 def plain(value: Any, where: str) -> Any:
     """Return `value` as JSON data of exact built-in types; `where` names it in errors.
 
-    Numbers as names become text. Raises CacheError for anything that JSON has no form for.
+    Raises CacheError for anything that JSON cannot carry there and back unchanged.
     """
-
-    def of_record(held: Any) -> dict[str, Any]:
-        if isinstance(held, Record):
-            return held.to_dict()
-        raise TypeError(f"a {type(held).__name__} ({held!r:.80}) has no canonical JSON")
-
-    try:
-        return json.loads(json.dumps(value, default=of_record, allow_nan=False))
-    except (TypeError, ValueError) as error:
-        raise CacheError(
-            f"{where}: {error}; pass finite numbers, strings, booleans, None, lists, dicts with "
-            "string names, or a Record"
-        ) from None
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise CacheError(f"{where} is {value!r}; pass a finite number or a string")
+        return float(value)
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, Record):
+        return plain(value.to_dict(), where)
+    if isinstance(value, (list, tuple)):
+        return [plain(item, f"{where}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, Mapping):
+        for name in value:
+            if not isinstance(name, str):
+                raise CacheError(f"{where} has the key {name!r}; pass strings as names")
+        return {str.__str__(n): plain(item, f"{where}.{n}") for n, item in value.items()}
+    raise CacheError(
+        f"{where} is a {type(value).__name__} ({value!r:.80}), which has no canonical JSON; pass "
+        "numbers, strings, booleans, None, lists, dicts with string names, or a Record"
+    )
 
 
 def canonical(value: Any) -> str:
@@ -65,7 +76,7 @@ class Key:
         """Return the key of `entries`; raise CacheError for none, or data it cannot hold."""
         if not isinstance(entries, Mapping) or not entries:
             raise CacheError(f"a cache key needs named entries, got {entries!r:.80}")
-        made = {str(name): plain(value, f"key.{name}") for name, value in entries.items()}
+        made = plain(entries, "key")
         document = canonical({"format": KEY_FORMAT, "entries": made})
         return cls(tuple(made.items()), hashlib.sha256(document.encode()).hexdigest())
 

@@ -101,7 +101,7 @@ def test_records_and_tuples_are_their_json():
     "value",
     [
         {1, 2}, frozenset(), pathlib.Path("/x"), b"x", object(), Color.RED, math.nan, math.inf,
-        {(1,): "x"}, {"a": [1, {2}]}, print, 1j,
+        {1: "x"}, {"a": [1, {2}]}, print, 1j,
     ],
 )  # fmt: skip
 def test_what_could_differ_between_processes_is_refused_by_name(value):
