@@ -57,7 +57,7 @@ def saved_layers(model: nn.Module) -> Saved:
 def read_layers(fields: Mapping[str, Any]) -> Saved:
     """Return what the fields of a saved quantization_config say; raise FileError for others."""
     said: dict[str, Any] = {"ranks": fields.get("ranks")}
-    said |= {key: fields.get(key, {}) for key in ("formats", "bases")}
+    said |= {key: fields.get(key) or {} for key in ("formats", "bases")}
     wrong = {key: held for key, held in said.items() if not isinstance(held, Mapping)}
     if not wrong:
         kinds = (*said["formats"].items(), *said["bases"].items())

@@ -55,11 +55,11 @@ ALLOWED = {
 def _var_mean(
     x: Tensor, dims: Any = None, *, correction: float | None = None, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return variance and mean in x's dtype, to which norms cast: torch-mlir's end in float64."""
-    centred = x - x.mean(dims, keepdim=True)
-    squares = centred.square().sum(dims, keepdim)
-    terms = x.numel() // squares.numel()
-    return squares / (terms - (1 if correction is None else correction)), x.mean(dims, keepdim)
+    """Return variance and mean, computed in float32 or wider: torch-mlir's end in float64."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    squares = (wide - wide.mean(dims, keepdim=True)).square().sum(dims, keepdim)
+    terms = x.numel() // squares.numel() - (1 if correction is None else correction)
+    return (squares / terms).to(x.dtype), wide.mean(dims, keepdim).to(x.dtype)
 
 
 DECOMPOSITIONS = {**get_decomposition_table(), torch.ops.aten.var_mean.correction: _var_mean}
