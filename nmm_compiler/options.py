@@ -87,34 +87,35 @@ def check_fields(record: Any) -> None:
         if value is field.default:
             continue
         kind, values = typing.get_args(Annotated[hints[name], Values()])[:2]  # the inner ones first
-        right_type = _is_of(value, kind)
+        right_type = is_of(value, kind)
         if right_type and (value is None or values.take(value)):
             continue
         if right_type and values.names:
             raise UnknownNameError(name, value, values.names)
-        listed = f"one of {', '.join(values.names)}" if values.names else _name_of(kind)
+        listed = f"one of {', '.join(values.names)}" if values.names else name_of(kind)
         raise OptionTypeError(name, value, values.wanted or listed)
 
 
-def _name_of(kind: Any) -> str:
+def name_of(kind: Any) -> str:
+    """Return what to pass for an annotated type."""
     return f"a value of {kind.__name__ if isinstance(kind, type) else kind}"
 
 
-def _is_of(value: object, kind: Any) -> bool:
+def is_of(value: object, kind: Any) -> bool:
     """Return whether a value is of an annotated type, with the items of a tuple or mapping."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
         return True
     if origin in (typing.Union, types.UnionType):
-        return any(_is_of(value, one) for one in inner)
+        return any(is_of(value, one) for one in inner)
     if kind in (int, float):
         return isinstance(value, (int, kind)) and not isinstance(value, bool)
     if not isinstance(value, origin or kind):
         return False
     if isinstance(value, tuple):
-        return all(_is_of(item, inner[0]) for item in value)
+        return all(is_of(item, inner[0]) for item in value)
     if isinstance(value, Mapping):
-        return all(_is_of(k, inner[0]) and _is_of(v, inner[1]) for k, v in value.items())
+        return all(is_of(k, inner[0]) and is_of(v, inner[1]) for k, v in value.items())
     return True
 
 

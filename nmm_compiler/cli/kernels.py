@@ -29,7 +29,9 @@ from nmm_compiler.codegen.check_against_float64 import Proof, compare, prove
 from nmm_compiler.errors import ShapeError, SpecError, UnknownNameError, user_file_error
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.nki_api.lint import API_VERSION, VERSIONS, lint_file
+from nmm_compiler.options import is_of, name_of
 from nmm_compiler.outputs import write
+from nmm_compiler.records import hints_of
 from nmm_compiler.report.headline import not_told
 from nmm_compiler.report.parts import Code, Grid, Line, Part, Section
 from nmm_compiler.report.text import counted
@@ -188,7 +190,13 @@ def make_spec(family: str, words: Sequence[str]) -> Any:
     missing = [_flag(name) for name in needed if name not in given]
     if missing:
         raise SpecError(f"{family} needs {', '.join(missing)}")
-    return FAMILIES[family].spec_class(**vars(given))
+    spec_class: Any = FAMILIES[family].spec_class
+    hints = hints_of(spec_class)
+    for name, value in vars(given).items():
+        if name != "pairs" and not is_of(value, hints[name]):
+            wanted = name_of(hints[name])
+            raise SpecError(f"{family}: {_flag(name)} is {value!r}; pass {wanted}")
+    return spec_class(**vars(given))
 
 
 def _value(text: str) -> Any:

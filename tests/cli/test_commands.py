@@ -31,6 +31,7 @@ def test_kernel_takes_pairs_for_products_that_share_x(nmm):
     assert "pairs=((64, (256,)), (32, (128, 128)))" in shown
     assert "passed: 32768 elements" in shown
     assert "pair '64x256' is not a rank" in nmm(*words, "--pairs", "64x256", code=2).err
+    assert "--bias is 'foo'; pass a value of" in nmm(*words, *pairs, "--bias", "foo", code=2).err
     assert "lowrank_shared needs --pairs" in nmm(*words, code=2).err
     assert "lowrank needs --r" in nmm("kernel", "lowrank", *SIZES[:4], *SIZES[6:], code=2).err
 

@@ -187,6 +187,7 @@ class CorrectedMLPSpec(CorrectedSpec):
     are x, then gate_u, gate_v, gate_w, the same of up and down, then the scales.
     """
 
+    n: int
     activation: str = "silu"
     down: bool = True
 
@@ -195,7 +196,7 @@ class CorrectedMLPSpec(CorrectedSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.weight in MX and self.down and self.n % 512:  # type: ignore[operator]
+        if self.weight in MX and self.down and self.n % 512:
             raise ShapeError(
                 f"{self.family}: MX products behind h take whole 512s of features, not {self.n}; "
                 "pass down=False, and make down a linear of its own"
@@ -211,12 +212,12 @@ class CorrectedMLPSpec(CorrectedSpec):
     def splits(self) -> tuple[str, ...]:
         """Return the ways in which the cores can share the work; h is cut in whole 512s."""
         made = super().splits()
-        if self.weight in MX and self.down and self.n % 1024:  # type: ignore[operator]
+        if self.weight in MX and self.down and self.n % 1024:
             made = tuple(one for one in made if one != WEIGHTS)
         return made
 
     def _linears(self) -> list[tuple[int, int, int, str]]:
-        n = int(self.n)  # type: ignore[arg-type]
+        n = self.n
         sizes = [(self.k, n, "gate"), (self.k, n, "up"), *([(n, self.k, "down")] * self.down)]
         ranks = self.each("rank", len(sizes))
         return [(k, n, r, name) for (k, n, name), r in zip(sizes, ranks, strict=True)]
