@@ -86,7 +86,7 @@ def _absorb_transpose(c: Canonical, match: Match) -> None:
     node, passed = call.final, list[fx.Node]()
     while not call.members:
         users = real_users(node)
-        if len(users) != 1 or not c.is_view_of(users[0], node):
+        if len(users) != 1 or c.sources.get(users[0]) is not node:
             return
         node = users[0]
         passed.append(node)

@@ -480,7 +480,7 @@ def _not_constant(c: Canonical, inner: Product | Refusal, weight: Key, data: Key
     cases."""
     for key in (weight, data):
         owner, form = owner_of(key), c.form(key)
-        if owner in c.multiplied:
+        if c.derived.get(owner):
             return Refusal("order", "factors are multiplied into a weight at each call", key)
         parts = (form.value, form.factor) if isinstance(form, Scale) else ()
         made = owner in c.derived or any(not isinstance(v, float) and c.is_weight(v) for v in parts)

@@ -110,7 +110,7 @@ def readings(c: Canonical, node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
     while queue:
         value = queue.pop()
         for user in real_users(value):
-            if c.is_view_of(user, value):
+            if c.sources.get(user) is value:
                 queue.append(user)
             else:
                 yield value, user

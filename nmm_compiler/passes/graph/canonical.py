@@ -230,8 +230,9 @@ class Canonical:
     """A graph in canonical forms.
 
     forms: form of each base value. views: for each key, (base, dims). sources: the value that a
-    view rearranges. values: the metadata tensor of each node. options: the user's. effects: writes
-    and aliases. Users of fx nodes are read from the graph itself.
+    view rearranges, one at most: `w.view_as(y)` and `w.to(y)` are views of w, and no views of y.
+    values: the metadata tensor of each node. options: the user's. effects: writes and aliases.
+    Users of fx nodes are read from the graph itself.
     """
 
     def __init__(
@@ -249,6 +250,9 @@ class Canonical:
         self.views: dict[Key, View] = {}
         self.sources: dict[Key, Key] = {}
         self.virtuals: dict[fx.Node, list[Virtual]] = {}
+        # The products that compute the same as one, with it, in order.
+        self.twins: dict[Key, list[Key]] = {}
+        self._products: dict[Any, list[Key]] = {}
         # Further nodes that make a value, for forms that consist of several nodes.
         self.helpers: dict[Key, frozenset[fx.Node]] = {}
         # Of a graph of a higher-order operator, which inputs the model stores, by their names.
@@ -257,9 +261,8 @@ class Canonical:
         self.constant: set[Key] = set()
         # Values computed from constants without a product: a cast, scaled or joined weight.
         self.made: set[Key] = set()
-        self.derived: set[fx.Node] = set()
-        # Of those, the ones that a product has a part in.
-        self.multiplied: set[fx.Node] = set()
+        # Nodes that constants alone are the source of; whether a product has a part in them.
+        self.derived: dict[fx.Node, bool] = {}
         # Tensor subclasses among the leaves, by the name of their class.
         self.subclasses: dict[fx.Node, str] = {}
         # Those that hold a quantized weight and can return it as a plain tensor.
@@ -363,39 +366,28 @@ class Canonical:
         """Return whether the value is a constant, or made of constants without a product."""
         return key in self.constant or key in self.made
 
-    @functools.cached_property
-    def _alike(self) -> dict[Key, list[Key]]:
-        """The products that compute the same, in order, by each of them."""
-        groups: dict[Any, list[Key]] = {}
-        for key, form in self.forms.items():
-            if isinstance(form, Product):
-                sides = (self.views[form.lhs], self.views[form.rhs])
-                labels = (form.lhs_labels, form.rhs_labels, form.out_labels)
-                groups.setdefault((sides, labels), []).append(key)
-        return {key: group for group in groups.values() for key in group}
-
-    def twins(self, key: Key) -> list[Key]:
-        """Return the products that compute the same as a given one, with it, in order."""
-        return self._alike.get(key, [key])
-
     # -- building -------------------------------------------------------------------------
 
     def define(self, key: Key, form: Form, shape: tuple[Size, ...]) -> None:
-        """Give a value its form, as a base of its own."""
-        self.forms[key] = form
+        """Give a value its form, as a base of its own; a product with diag(s) is a scale."""
+        self.forms[key] = form = self._without_diagonal(owner_of(key), form)
         self.views[key] = (key, views.identity(shape))
+        if isinstance(form, Product):
+            operands = self.views[form.lhs], self.views[form.rhs]
+            labels = form.lhs_labels, form.rhs_labels, form.out_labels
+            self.twins[key] = self._products.setdefault((operands, labels), [])
+            self.twins[key].append(key)
 
     def virtual(self, owner: fx.Node, label: str, form: Form, shape: tuple[Size, ...]) -> Virtual:
         """Add an intermediate value of `owner`."""
         dtype = self.dtype(owner)
         assert dtype is not None
-        form = self.without_diagonal(owner, form)
         key = Virtual(owner, label, shape, dtype)
         self.virtuals.setdefault(owner, []).append(key)
         self.define(key, form, shape)
         return key
 
-    def without_diagonal(self, owner: fx.Node, form: Form) -> Form:
+    def _without_diagonal(self, owner: fx.Node, form: Form) -> Form:
         """Return a product with diag(s) as the scale that it is; other forms as they are."""
         if not isinstance(form, Product):
             return form
@@ -436,17 +428,6 @@ class Canonical:
         for known in (self.constant, self.made):
             if source in known:
                 known.add(key)
-
-    def is_view_of(self, node: fx.Node, value: Key) -> bool:
-        """Return whether `node` rearranges `value` itself.
-
-        A node of several operands rearranges one of them at most: `w.view_as(y)` and `w.to(y)` are
-        views of w, and no views of y.
-        """
-        key = self.sources.get(node)
-        while isinstance(key, Virtual) and key in self.sources:
-            key = self.sources[key]  # an intermediate value of the node
-        return key is value
 
     def through(self, key: Key) -> list[Key]:
         """Return the value and the rearrangements below it, without its base."""

@@ -836,13 +836,11 @@ def _is_matrix(c: Canonical, node: fx.Node, most: int | None = None) -> bool:
 
 
 def _visit(c: Canonical, node: fx.Node) -> None:
-    shape = c.shape(node)
+    shape, inputs = c.shape(node), tuple(node.all_input_nodes)
     result: Result = None
     try:
         if shape is not None:  # else it has several results, as of a split
             result = _read(c, node)
-        if isinstance(result, Product):
-            result = c.without_diagonal(node, result)
         if isinstance(result, tuple):
             source = result[0]
             result = _over_base(c, node, *result)
@@ -851,33 +849,24 @@ def _visit(c: Canonical, node: fx.Node) -> None:
         result = None
         c.virtuals.pop(node, None)
         c.helpers.pop(node, None)
-    own = (result, *(c.forms.get(key) for key in c.virtuals.get(node, ())))
-    is_product = any(isinstance(form, Product) for form in own)
-    _note_derived(c, node, is_product)
+    shared = result is None and _alias_of(c, node) in c.constant
     if isinstance(result, tuple):
         c.note_view(node, source, result)
-        return
-    shared = result is None and _alias_of(c, node) in c.constant
-    inputs = () if shape is None else tuple(node.all_input_nodes)
-    if result is None:
-        result = Leaf() if shared and shape is not None else Opaque(_opaque_name(c, node), inputs)
-    c.define(node, result, shape or ())
-    if shared or (isinstance(result, Leaf) and (result.stored or c.inputs_are_weights)):
-        c.constant.add(node)
-    elif inputs and all(map(c.is_weight, inputs)):
-        if c.inputs_are_weights and not isinstance(result, Cast):
-            return  # x is among the inputs too
-        if not is_product and is_pure(node, c.effects):
-            c.made.add(node)
-
-
-def _note_derived(c: Canonical, node: fx.Node, is_product: bool) -> None:
-    """Note a node that constants alone are the source of."""
-    inputs = node.all_input_nodes
+    elif shared and shape is not None:
+        c.define(node, Leaf(), shape)
+    else:
+        opaque = Opaque(_opaque_name(c, node), () if shape is None else inputs)
+        c.define(node, result or opaque, shape or ())
+    own, *parts = (c.forms.get(key) for key in (node, *c.virtuals.get(node, ())))
+    is_product = any(isinstance(form, Product) for form in (own, *parts))
     if inputs and all(n in c.constant or n in c.derived for n in inputs):
-        c.derived.add(node)
-        if is_product or any(n in c.multiplied for n in inputs):
-            c.multiplied.add(node)
+        c.derived[node] = is_product or any(map(c.derived.get, inputs))
+    if shared or (isinstance(own, Leaf) and (own.stored or c.inputs_are_weights)):
+        c.constant.add(node)
+    elif own and shape is not None and inputs and all(map(c.is_weight, inputs)):
+        has_x = c.inputs_are_weights and not isinstance(own, Cast)  # among its inputs
+        if not has_x and not is_product and is_pure(node, c.effects):
+            c.made.add(node)
 
 
 def _opaque_name(c: Canonical, node: fx.Node) -> str:

@@ -99,7 +99,7 @@ class SharedU(KernelRule):
         """Propose products that several others read."""
         for key, form in products_at(graph, node):
             constant = graph.is_weight(form.lhs) or graph.is_weight(form.rhs)
-            twins = graph.twins(key)
+            twins = graph.twins[key]
             if constant and twins[0] is key and len(_readers(graph, twins)) > 1:
                 yield twins
 
