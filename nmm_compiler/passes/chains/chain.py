@@ -18,11 +18,10 @@ rules of groups (LoRA, gated MLP), and `same_tokens` says whether two read the s
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -45,14 +44,13 @@ from nmm_compiler.passes.graph.canonical import (
     Scale,
     Virtual,
     describe,
+    once,
     owner_of,
 )
 from nmm_compiler.passes.graph.effects import upstream
 from nmm_compiler.passes.graph.read_graph import DISTRIBUTED, is_distributed
 from nmm_compiler.passes.graph.torch_names import target_name
 from nmm_compiler.passes.graph.views import FEATURE, Atom, Dim, Dims, Size
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -417,20 +415,6 @@ class Chain:
         keys += [s.key for p in parts for s in p.steps if s.key is not None]
         keys += [self.gain] if self.gain is not None else []
         return keys + ([self.addend[0]] if self.addend else [])
-
-
-def once(read: Callable[..., _T]) -> Callable[..., _T]:
-    """Keep what a reader of a value returns, since several rules read the same one."""
-
-    @functools.wraps(read)
-    def reader(c: Canonical, key: Key, *more: Any) -> _T:
-        asked = (read.__name__, key, more)
-        if asked not in c.chains:
-            c.chains[asked] = read(c, key, *more)
-        found: _T = c.chains[asked]
-        return found
-
-    return reader
 
 
 @once

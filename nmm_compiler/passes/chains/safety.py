@@ -36,6 +36,7 @@ from nmm_compiler.passes.graph.canonical import (
     Product,
     Virtual,
     dtype_name,
+    once,
     owner_of,
 )
 from nmm_compiler.passes.graph.effects import is_ignorable, region_edge
@@ -261,13 +262,10 @@ def crossed(
 TYPICAL_TOKENS = 128
 
 
+@once
 def call_ways(c: Canonical, spec: KernelSpec) -> Ways:
-    """Return the times of a call on the target and cores of the options, found once for equal
-    calls."""
-    if spec not in c.prices:
-        c.prices[spec] = ways(spec, c.chip, c.options.lnc, source=c.options.price)
-    times: Ways = c.prices[spec]
-    return times
+    """Return the times of a call on the target and cores of the options."""
+    return ways(spec, c.chip, c.options.lnc, source=c.options.price)
 
 
 def slower(times: Ways, node: fx.Node) -> Refusal | None:

@@ -10,9 +10,9 @@ values.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
@@ -26,6 +26,7 @@ from nmm_compiler.passes.graph.effects import Effects
 from nmm_compiler.passes.graph.views import Dims, Size
 from nmm_compiler.targets import Target
 
+_T = TypeVar("_T")
 TORCHAO_MX = "MXTensor"
 # What torchao's weights hold where their product rounds x, too; None where it does not.
 _ROUNDING_OF_X = ("act_quant_kwargs", "activation_quantization", "input_quant_func")
@@ -275,9 +276,8 @@ class Canonical:
         # Inputs that could be factors: adapters that are passed beside x.
         self.input_matrices: set[fx.Node] = set()
         self._shapes: dict[Key, tuple[Size, ...]] = {}
-        # What was read and priced of the graph, which several rules ask for.
-        self.chains: dict[Any, Any] = {}
-        self.prices: dict[Any, Any] = {}
+        # What was read and priced of the graph, which several rules ask for (`once`).
+        self.known: dict[Any, Any] = {}
 
     def note_subclass(self, node: fx.Node, value: Any) -> None:
         """Note the class of a leaf that is a tensor subclass.
@@ -436,3 +436,17 @@ class Canonical:
             seen.append(key)
             key = self.sources[key]
         return seen
+
+
+def once(ask: Callable[..., _T]) -> Callable[..., _T]:
+    """Keep what a question about a graph returns, since several rules ask it."""
+
+    @functools.wraps(ask)
+    def asked(c: Canonical, *about: Any) -> _T:
+        question = (ask.__name__, about)
+        if question not in c.known:
+            c.known[question] = ask(c, *about)
+        found: _T = c.known[question]
+        return found
+
+    return asked

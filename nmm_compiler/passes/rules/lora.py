@@ -26,7 +26,6 @@ from torch import fx
 from nmm_compiler.passes.chains.chain import (
     Chain,
     Step,
-    once,
     read_projection,
     same_tokens,
     trace_back,
@@ -41,6 +40,7 @@ from nmm_compiler.passes.graph.canonical import (
     Cast,
     Key,
     Scale,
+    once,
 )
 from nmm_compiler.passes.rules.lowrank import Adapter
 
