@@ -615,22 +615,6 @@ def _is_symbolic(value: torch.Tensor) -> bool:
     return any(isinstance(size, torch.SymInt) for size in value.shape)
 
 
-class _Inlined(fx.Interpreter):
-    """Adds the calls of a graph by an editor; its values are nodes."""
-
-    def __init__(self, module: fx.GraphModule, editor: Editor) -> None:
-        super().__init__(module)
-        self.editor = editor
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> fx.Node:
-        """Add a call."""
-        return self.editor.call(target, *args, **kwargs)
-
-    def get_attr(self, target: Any, args: Any, kwargs: Any) -> fx.Node:
-        """Raise TypeError: another graph holds no such tensor."""
-        raise TypeError("the replacement holds a tensor of its own; pass it as a parameter")
-
-
 def _inline(
     editor: Editor,
     function: Callable[..., Any],
@@ -651,7 +635,14 @@ def _inline(
             for v in values
         ]
         module = make_fx(call, tracing_mode="real", pre_dispatch=True)(*fakes)
-    made = _Inlined(module, editor).run(*given.values(), enable_io_processing=False)
-    if not isinstance(made, fx.Node):
-        raise TypeError(f"the replacement returns {made!r}; return one tensor")
-    return made
+    made = dict(zip(module.graph.find_nodes(op="placeholder"), given.values(), strict=True))
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            raise TypeError("the replacement holds a tensor of its own; pass it as a parameter")
+        if node.op == "call_function":
+            args, kwargs = fx.map_arg((node.args, node.kwargs), made.__getitem__)
+            made[node] = editor.call(node.target, *args, **kwargs)
+    (result,) = module.graph.output_node().args
+    if not isinstance(result, fx.Node):
+        raise TypeError(f"the replacement returns {result!r}; return one tensor")
+    return made[result]
