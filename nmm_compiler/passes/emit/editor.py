@@ -281,7 +281,7 @@ def _refine(have: Dims, want: Dims) -> list[list[Atom]]:
     for dim in (*have, *want):
         for atom in dim:
             cuts.setdefault(atom.axis, set()).update(
-                (atom.inner, views.times(atom.inner, atom.size))
+                (atom.inner, views.product((atom.inner, atom.size)))
             )
     return [
         [part for dim in dims for atom in dim for part in _split(atom, cuts[atom.axis])]
@@ -291,7 +291,7 @@ def _refine(have: Dims, want: Dims) -> list[list[Atom]]:
 
 def _split(atom: Atom, cuts: set[Size]) -> list[Atom]:
     """Cut an atom at every cut that lies inside of it, in whatever order they come."""
-    end = views.times(atom.inner, atom.size)
+    end = views.product((atom.inner, atom.size))
     for cut in cuts:
         if cut in (atom.inner, end):
             continue

@@ -54,25 +54,14 @@ def sizes_of(tensor: torch.Tensor) -> tuple[Size, ...]:
     return tuple(map(as_size, tensor.shape))
 
 
-def times(a: Size, b: Size) -> Size:
-    """Return the product of two sizes."""
-    return as_size(a * b)
-
-
 def divide(a: Size, b: Size) -> Size | None:
     """Return a / b when it is certainly whole, else None."""
     if a == b:
         return 1
-    if b == 1:
-        return a
-    if isinstance(a, int) and isinstance(b, int):
+    if isinstance(b, int) and (b == 0 or isinstance(a, int)):
         return a // b if b and a % b == 0 else None
-    if isinstance(a, int):
-        return None
-    quotient = sympy.cancel(a / b) if not isinstance(b, int) or b else None
-    if quotient is None or quotient.as_numer_denom()[1] != 1:
-        return None
-    return as_size(quotient)
+    quotient, rest = sympy.cancel(a / b).as_numer_denom()
+    return as_size(quotient) if rest == 1 else None
 
 
 def product(sizes: Sequence[Size]) -> Size:
@@ -116,7 +105,7 @@ def reshape(dims: Dims, shape: Sequence[Size]) -> Dims | None:
             quotient = divide(atom.size, rest)
             if quotient is None:
                 return None
-            taken.append(Atom(atom.axis, rest, times(atom.inner, quotient)))
+            taken.append(Atom(atom.axis, rest, product((atom.inner, quotient))))
             queue.append(Atom(atom.axis, quotient, atom.inner))
             rest = 1
         out.append(tuple(taken))
@@ -155,7 +144,7 @@ def compose(outer: Dims, inner: Dims | Mapping[int, Dim]) -> Dims | None:
             if atom.inner == 1 and atom.size == total:
                 atoms.extend(source)
                 continue
-            head = divide(total, times(atom.size, atom.inner))
+            head = divide(total, product((atom.size, atom.inner)))
             parts = None if head is None else reshape((source,), (head, atom.size, atom.inner))
             if parts is None:
                 return None
@@ -176,7 +165,7 @@ def invert(inner: Dims, dims: Dims, sizes: Mapping[int, Size]) -> Dims | None:
         if split is None or any(a.axis == BROADCAST for a in over_base):
             return None
         for atom, part in zip(over_base, split, strict=True):
-            pieces[atom.axis, times(atom.inner, atom.size)] = atom.inner, part
+            pieces[atom.axis, product((atom.inner, atom.size))] = atom.inner, part
     out: list[Dim] = []
     for axis, size in sizes.items():
         rest, atoms = size, list[Atom]()
@@ -200,8 +189,8 @@ def coalesce(atoms: Sequence[Atom]) -> Dim:
     """Join neighbouring atoms that continue each other along one axis."""
     out: list[Atom] = []
     for atom in atoms:
-        if out and out[-1].axis == atom.axis and out[-1].inner == times(atom.inner, atom.size):
-            out[-1] = Atom(atom.axis, times(out[-1].size, atom.size), atom.inner)
+        if out and out[-1].axis == atom.axis and out[-1].inner == product((atom.inner, atom.size)):
+            out[-1] = Atom(atom.axis, product((out[-1].size, atom.size)), atom.inner)
         else:
             out.append(atom)
     return tuple(out)
