@@ -11,7 +11,6 @@ updates of a weight, and gradients reach it.
 from __future__ import annotations
 
 import dataclasses
-import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -289,7 +288,7 @@ class Lowering(Editor):
         self.begin(at)
         self.m = m
 
-    def kernel(self, name: str, given: Mapping[str, Any], value: Any = None) -> Any:
+    def kernel(self, name: str, given: Mapping[str, Any]) -> Any:
         """Return the spec of the kernel that an op of ours launches, of one device's parts."""
         op = DEFINITIONS[name]
         local: Any = fx.node.map_aggregate(dict(given), lambda one: without_data(local_part(one)))
@@ -450,19 +449,6 @@ class Call:
             node = self.x_node(editor)
         return editor.arrange(node, self.source.dims, self.dims(self.source.k, self.x_layout))
 
-    def result_value(self, editor: Editor, x: fx.Node) -> Any:
-        """Return the metadata value of the result: that of the node whose place it takes, where the
-        kernel makes such a tensor."""
-        shape = editor.c.values[x].shape
-        lead = shape[:-1] if self.x_layout == "row" else shape[1:]
-        sizes = [*lead, self.n] if self.out_layout == "row" else [self.n, math.prod(lead)]
-        c, old = editor.c, editor.c.values[self.final]
-        own = self.final in c.forms and self.final not in c.effects.writers
-        static = all(isinstance(size, int) for size in (*sizes, *old.shape))
-        if own and static and [*old.shape] == sizes and old.is_contiguous():
-            return old
-        return c.values[x].new_empty(sizes, dtype=editor.dtype)
-
     def dims(self, features: int, layout: str) -> Dims:
         """Return the dimensions of an operand or a result in a layout; all tokens are one dimension
         where x is "col"."""
@@ -522,8 +508,7 @@ class Call:
             editor.hoist()
         x = self.prepare_x(editor)
         given, results = {"x": x, **self.named(editor)}, self.results()
-        values = [one.result_value(editor, x) for one in results]
-        parts = zip(results, self._op_call(editor, given, values), strict=True)
+        parts = zip(results, self._op_call(editor, given), strict=True)
         first, *others = [one.finish(editor, part) for one, part in parts]
         for one, new in zip(results[1:], others, strict=True):
             editor.replace(one.final, new)
@@ -599,20 +584,16 @@ class Call:
         given = {"x": self.x_node(lowering), **self.named(lowering)}
         return lowering.kernel(self.op_name, given)
 
-    def _op_call(
-        self, editor: Editor, given: Mapping[str, Any], values: Sequence[Any]
-    ) -> list[fx.Node]:
+    def _op_call(self, editor: Editor, given: Mapping[str, Any]) -> list[fx.Node]:
         """Emit the op; return its results. given: its arguments by name.
 
         Refuses a call whose results are cut over devices in another way than those it replaces.
         """
-        cut = is_distributed(editor.c.tensor(self.final))
-        value = values if self.members else values[0]
-        node = editor.kernel(self.op_name, given, None if cut else value)
+        node = editor.kernel(self.op_name, given)
         each = range(len(self.members))
         parts = [editor.call(operator.getitem, node, i) for i in each] or [node]
-        for one, part in zip(self.results(), parts, strict=True) if cut else ():
-            want, made = (editor.value(n).placements for n in (one.final, part))
+        for one, part in zip(self.results(), parts, strict=True):
+            want, made = (getattr(editor.value(n), "placements", None) for n in (one.final, part))
             if made != want:
                 why = f"one call returns {made}, the products {want}"
                 raise NotEmittedError(Refusal("device", why, one.final))

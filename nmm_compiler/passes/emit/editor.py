@@ -18,10 +18,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from nmm_compiler.ops.registration import DEFINITIONS
 from nmm_compiler.passes.chains.safety import Refusal, readings
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import Canonical, Key, Virtual
 from nmm_compiler.passes.graph.effects import is_pure
+from nmm_compiler.passes.graph.read_graph import is_distributed
 from nmm_compiler.passes.graph.torch_names import target_name
 from nmm_compiler.passes.graph.views import Atom, Dims, Size
 
@@ -80,12 +82,12 @@ class Editor:
             value = operator(*real_args, **real_kwargs)
         return self._add("call_function", operator, args, kwargs, value)
 
-    def kernel(self, name: str, given: Mapping[str, Any], value: Any = None) -> fx.Node:
+    def kernel(self, name: str, given: Mapping[str, Any]) -> fx.Node:
         """Add a call of an op of ours on the target; given: arguments by name.
 
         Keywords that equal their default, but for layouts, and those of another op are left out.
         """
-        op = getattr(torch.ops.nmm, name).default
+        op, definition = getattr(torch.ops.nmm, name).default, DEFINITIONS[name]
         said = {**given, "target": self.options.target, "executor": self.options.executor}
         args = [said.get(one.name) for one in op._schema.arguments if not one.kwarg_only]
         while args and args[-1] is None:
@@ -96,7 +98,10 @@ class Editor:
             if one.kwarg_only and one.name in said
             if one.name.endswith(_ALWAYS_SAID) or said[one.name] != one.default_value
         }
-        return self.call(op, *args, meta_value=value, **kwargs)
+        values, keywords = fx.map_arg((args, kwargs), self.c.values.get)
+        # DTensor's dispatch says how results are cut; else the op's fake is asked without dispatch.
+        fake = op if is_distributed(values[0]) else definition.of_arguments(definition.fake)
+        return self._add("call_function", op, (*args,), kwargs, fake(*values, **keywords))
 
     def _add(self, kind: str, target: Any, args: Any, kwargs: Any, value: Any) -> fx.Node:
         """Add a node behind those that were added, with its value and the metadata of `at`."""

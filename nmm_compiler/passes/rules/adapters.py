@@ -125,9 +125,7 @@ class Adapters(KernelRule):
 
     def rewrite(self, graph: Canonical, match: Match, editor: Editor) -> fx.Node:
         """Emit the stacked factors, the index and the call."""
-        given = match.data.named(editor)
-        x, w = (editor.value(given[name]) for name in "xw")
-        return editor.kernel(ADAPTERS.name, given, x.new_empty((*x.shape[:-1], w.shape[0])))
+        return editor.kernel(ADAPTERS.name, match.data.named(editor))
 
 
 def _constant(editor: Editor, numbers: list[Any], dtype: torch.dtype, x: torch.Tensor) -> fx.Node:
@@ -142,9 +140,8 @@ def _of_tokens(editor: Editor, rows: Any, x: Any) -> fx.Node:
     if len(sizes) == 1:
         return rows
     node = editor.reshape(rows, (sizes[0], *[1] * (len(sizes) - 1)))
-    value = editor.value(node).expand(editor.value(x).shape[:-1])
     zeros = editor.call(aten.select.int, x, -1, 0)
-    return editor.call(aten.expand_as.default, node, zeros, meta_value=value)
+    return editor.call(aten.expand_as.default, node, zeros)
 
 
 def _stacked(branches: dict[tuple[int, ...], Chain], editor: Editor, x: Any) -> dict[str, Any]:

@@ -109,9 +109,7 @@ class Attention(Rule):
 
     def rewrite(self, graph: Canonical, match: Match, editor: Editor) -> fx.Node:
         """Emit the call."""
-        given = _named(editor, match.data)
-        q = editor.value(given["q"])
-        return editor.like(editor.kernel("attention", given, q.new_empty(q.shape)), match.node)
+        return editor.like(editor.kernel("attention", _named(editor, match.data)), match.node)
 
 
 def _named(editor: Editor, call: dict[str, Any]) -> dict[str, Any]:

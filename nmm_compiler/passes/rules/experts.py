@@ -341,7 +341,7 @@ class Experts(KernelRule):
         elif not (name_of(old) == _OWN or _is_top_k(index)):
             index = counted_from_end(editor, index, groups)
         given = mixture.given | {"x": x, "index": index, "gates": gates}
-        new = editor.kernel(EXPERTS.name, given, values[x].new_empty(values[x].shape))
+        new = editor.kernel(EXPERTS.name, given)
         if mixture.scaled:
             new = editor.call(aten.sum.dim_IntList, editor.reshape(new, editor.shape(row)), [1])
         return editor.operand(editor.reshape(new, editor.shape(old)))
