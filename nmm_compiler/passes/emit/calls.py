@@ -237,23 +237,17 @@ class Source:
         )
 
 
-def best_source(c: Canonical, key: Key, dims: Dims, k: int, final: fx.Node) -> Source:
+def best_source(c: Canonical, key: Key, dims: Dims, k: int) -> Source:
     """Return the operand, or the tensor that it is a view or copy of, if that needs no transpose.
 
-    The call reads that tensor at its own place, so nothing may write to it in between.
+    The call reads that tensor at its own place. It holds the same there, since a copy is read as
+    one only where nothing writes to either (`read_graph`).
     """
     here = Source(key, dims, k)
     base, below = c.base(key)[0], under(c, here)
     if base is key or isinstance(base, Virtual) or below is None:
         return here
-    if not below.is_col() and not below.is_row():
-        return here
-    position = c.effects.position
-    seen = [owner_of(k) for k in c.through(key)]
-    start = min(position[node] for node in seen)
-    if c.effects.crossed(start - 1, position[final], [base, *seen]) is not None:
-        return here
-    return below
+    return below if below.is_col() or below.is_row() else here
 
 
 def under(c: Canonical, source: Source) -> Source | None:
@@ -373,7 +367,7 @@ class Call:
         )
         read = ((one, dict(zip(one.letters, left, strict=False))) for one in chains)
         chains = [dataclasses.replace(one, bits=bits) for one, bits in read]
-        source = best_source(c, first.x, first.x_dims, first.weight.k, final)
+        source = best_source(c, first.x, first.x_dims, first.weight.k)
         given: dict[str, Any] = {"source": source, "note": note, **more}
         call = cls(op, (*chains,), final=final, out_dims=out_dims, **given)
         call.covered = covered(c, final, call.keys())
