@@ -62,10 +62,6 @@ def emit_linear(editor: Editor, chain: Chain) -> dict[str, Any]:
     """Emit the operands of a chain; return them by the letters that ops have for them."""
     parts = (chain, *chain.more)
     made = join(editor, parts, [fold_chain(editor, one) for one in parts])
-    if chain.second is None:
-        made["w"] = made.pop("u")
-    elif chain.base is not None:
-        made["w"] = weight_node(editor, chain, "w")
     made |= {f"{letter}_scale": one.scale_node(editor) for letter, one in chain.bits.items()}
     if {"u_scale", "w_scale"} <= made.keys():
         scales = made["u_scale"], made["v_scale"]
@@ -76,41 +72,36 @@ def emit_linear(editor: Editor, chain: Chain) -> dict[str, Any]:
 def fold_chain(editor: Editor, chain: Chain) -> dict[str, Any]:
     """Fold the steps between and after the products of a chain.
 
-    Return u and v, or u alone, in the layouts of the chain, and scale and bias of scale * (x u) v +
-    bias; with inner_bias and inner_gain of a function between the products.
+    Return its weights by their letters, in the layouts of the chain, and scale and bias of scale *
+    (x u) v + bias; with inner_bias and inner_gain of a function between the products.
     """
-    letters = "uv" if chain.second else "w"
-    nodes: list[Any] = [weight_node(editor, chain, letter) for letter in letters]
-    u, v = [*nodes, None][:2]  # a dense product has no v
-    plain_v = v  # the inner bias is multiplied by v before scales are folded into v
-    scale, bias = 1.0, None
+    made: dict[str, Any] = {one: weight_node(editor, chain, one) for one in chain.letters}
+    plain_v: Any = made.get("v")  # by which the inner bias is multiplied: no scales are in it yet
+    made |= {"scale": 1.0, "bias": None, "inner_bias": None, "inner_gain": None}
 
     def absorb(steps: Sequence[Step], width: int) -> None:
-        nonlocal u, v, scale, bias
         for step in steps:
+            bias = made["bias"]
             if step.kind == "bias":
                 assert step.key is not None
-                bias = plus(editor, bias, one_dim(editor, step.key, width), step.number)
+                made["bias"] = plus(editor, bias, one_dim(editor, step.key, width), step.number)
                 continue
-            scale *= step.number
-            bias = bias if bias is None else times(editor, bias, step.number)
+            made["scale"] *= step.number
+            made["bias"] = bias if bias is None else times(editor, bias, step.number)
             if step.key is not None:
                 size = width if step.kind == "vector" else 1
-                factor = one_dim(editor, step.key, size)
-                bias = bias if bias is None else editor.call(aten.mul.Tensor, bias, factor)
-                u, v = fold(editor, chain, u, v, factor)
+                fold(editor, chain, made, one_dim(editor, step.key, size))
 
     absorb(chain.middle, chain.u.n)
-    inner = gain = None
     if chain.inner is not None:
-        inner, bias = bias, None
+        made |= {"inner_bias": made["bias"], "bias": None}
         if chain.gain is not None:
-            gain = one_dim(editor, chain.gain, chain.u.n)
-    elif bias is not None:
+            made["inner_gain"] = one_dim(editor, chain.gain, chain.u.n)
+    elif made["bias"] is not None:
         matrix = plain_v if chain.v.layout == "col" else editor.permute(plain_v, (1, 0))
-        bias = editor.call(aten.mv.default, matrix, bias)
+        made["bias"] = editor.call(aten.mv.default, matrix, made["bias"])
     absorb(chain.after, chain.n)
-    return {"u": u, "v": v, "scale": scale, "bias": bias, "inner_bias": inner, "inner_gain": gain}
+    return made
 
 
 def join(
@@ -173,18 +164,17 @@ def times_x(editor: Editor, scale: fx.Node, x: Scaled) -> fx.Node:
     return times(editor, scale, x.number)
 
 
-def fold(
-    editor: Editor, chain: Chain, u: fx.Node, v: fx.Node, factor: fx.Node
-) -> tuple[fx.Node, fx.Node]:
-    """Multiply the smaller factor by a vector over the rank (or by one number)."""
+def fold(editor: Editor, chain: Chain, made: dict[str, Any], factor: fx.Node) -> None:
+    """Multiply the bias and the smaller factor by a vector over the rank (or by one number)."""
     over_u = chain.u.k <= chain.v.n
-    weight, node = (chain.u, u) if over_u else (chain.v, v)
+    letter, weight = ("u", chain.u) if over_u else ("v", chain.v)
     rank_is_last = (weight.layout == "row") == over_u
     size = editor.shape(factor)[0]
+    if made["bias"] is not None:
+        made["bias"] = editor.call(aten.mul.Tensor, made["bias"], factor)
     if not rank_is_last and size != 1:
         factor = editor.reshape(factor, (size, 1))
-    folded = editor.call(aten.mul.Tensor, node, factor)
-    return (folded, v) if over_u else (u, folded)
+    made[letter] = editor.call(aten.mul.Tensor, made[letter], factor)
 
 
 def packed(op: Any, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
