@@ -112,18 +112,16 @@ def join(
     if not others:
         return first
     ways = chains[0].u.layout, chains[0].v.layout
-    scales = {part["scale"] for part in parts}
     us, vs, bias = [], [], None
     for chain, part in zip(chains, parts, strict=True):
         us.append(in_layout(editor, part["u"], chain.u.layout, ways[0]))
         v = in_layout(editor, part["v"], chain.v.layout, ways[1])
-        vs.append(v if len(scales) == 1 else times(editor, v, part["scale"]))
+        vs.append(times(editor, v, part["scale"]))
         if part["bias"] is not None:
             bias = plus(editor, bias, part["bias"], 1.0)
     u = editor.call(aten.cat.default, us, 1 if ways[0] == "row" else 0)
     v = editor.call(aten.cat.default, vs, 0 if ways[1] == "row" else 1)
-    scale = first["scale"] if len(scales) == 1 else 1.0
-    return first | {"u": u, "v": v, "bias": bias, "scale": scale}
+    return first | {"u": u, "v": v, "bias": bias, "scale": 1.0}
 
 
 def in_layout(editor: Editor, node: fx.Node, have: str, want: str) -> fx.Node:
