@@ -296,7 +296,9 @@ class LinearOp(Op):
         k, r, n = linears[0].sizes
         ranks, ns = (tuple(one.sizes[i] for one in linears) for i in (1, 2))
         if len(self.ends) == 3 and ns[2] != k:
-            raise SpecError(f"{self.name}: a kernel's down projection returns to x's features")
+            raise SpecError(
+                f"{self.name}: the down projection returns {ns[2]} features, a kernel x's {k}"
+            )
         made = {
             "k": k, "n": n, "r": r, "weight": given.get("format"),
             "pairs": ((r, ns),) if "u" in given else tuple(zip(ranks, ns, strict=True)),

@@ -77,11 +77,12 @@ def test_dropout_before_the_down_projection_stays_two_kernels():
 def test_what_does_not_fit_is_declined_with_the_numbers():
     n = 120_000  # h^T of 128 tokens takes 938 tiles of 256 bytes per partition, trn2 has 212,472
     model, x = mlp((2, 2, 2), n=n).to(torch.bfloat16), torch.randn(128, 32).to(torch.bfloat16)
-    result = rewritten(model, ["gated_mlp_up", "lowrank"], x)
-    (declined,) = result.declined
-    assert declined.code == "no_kernel"
-    assert "h 240,128" in declined.reason
-    assert "trn2 has 212,472" in declined.reason
+    declined = {one.rule: one for one in rewritten(model, ["gated_mlp_up"], x).declined}
+    assert [*declined] == ["gated_mlp", "lowrank"]  # x of the latter is h
+    for one, held in zip(declined.values(), ("h", "x"), strict=True):
+        assert one.code == "no_kernel"
+        assert f"{held} 240,128" in one.reason
+        assert "trn2 has 212,472" in one.reason
     assert kinds_of(rewrite(model, x[:100])) == ["gated_mlp"]
 
 

@@ -119,7 +119,7 @@ class Adapters(KernelRule):
         tokens = tokens_to_judge(views.product(graph.sizes(plain[0])[:-1]))
         lowering = Lowering(graph, node, tokens)
         match = Match(self.name, node, frozenset(nodes), data=call)
-        return self.of_spec(
+        return self.priced(
             graph, match, lambda: lowering.kernel(ADAPTERS.name, call.named(lowering))
         )
 

@@ -6,18 +6,17 @@ import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import fx
 
+from nmm_compiler.codegen import choose
 from nmm_compiler.errors import NmmError
+from nmm_compiler.kernels.base import KernelSpec
 from nmm_compiler.passes.chains.safety import REMEDIES, Refusal, call_ways, refuse, slower
+from nmm_compiler.passes.emit.editor import Editor
+from nmm_compiler.passes.graph.canonical import Canonical
 from nmm_compiler.records import Record
-
-if TYPE_CHECKING:
-    from nmm_compiler.kernels.base import KernelSpec
-    from nmm_compiler.passes.emit.editor import Editor
-    from nmm_compiler.passes.graph.canonical import Canonical
 
 
 def module_path(node: fx.Node) -> str:
@@ -179,6 +178,9 @@ class Rule:
         return f"<{type(self).__name__}: {self.name}>"
 
 
+_SIZES = ("m", "k", "r", "n", "groups", "top_k")
+
+
 class KernelRule(Rule):
     """A rule whose match becomes one call of a kernel; the call is `Match.data`."""
 
@@ -187,11 +189,9 @@ class KernelRule(Rule):
         why = refuse(graph, call.covered, call.final, call.keys())
         return why or self.called(graph, call)
 
-    def called(
-        self, graph: Canonical, call: Any, spec: KernelSpec | None = None
-    ) -> Match | Refusal:
-        """Return the match of a call, or a refusal where smaller calls are predicted to be faster;
-        spec: of the call, where it is known."""
+    def called(self, graph: Canonical, call: Any) -> Match | Refusal:
+        """Return the match of a call, or a refusal where smaller calls are predicted to be
+        faster."""
         match = Match(
             rule=self.name,
             node=call.final,
@@ -200,26 +200,24 @@ class KernelRule(Rule):
             info=call.info(),
             notes=call.notes(graph),
         )
-        return self.priced(graph, match, spec or call.spec(graph))
+        return self.priced(graph, match, lambda: call.spec(graph))
 
-    def of_spec(
+    def priced(
         self, graph: Canonical, match: Match, spec_of: Callable[[], KernelSpec]
     ) -> Match | Refusal:
-        """Return a match with the sizes and the price of its call, or why no kernel computes it."""
+        """Return a match with the price of its call, or why no kernel computes it, or that smaller
+        calls are predicted to be faster."""
+        chip = graph.chip  # raises what the user has to mend
         try:
             spec = spec_of()
-            spec.check(graph.chip)
-        except (NmmError, TypeError) as error:
-            return Refusal("no_kernel", str(error), match.node)
-        sizes = ("m", "k", "r", "n", "groups", "top_k")
-        match.info |= {name: getattr(spec, name) for name in sizes if hasattr(spec, name)}
-        return self.priced(graph, match, spec)
-
-    def priced(self, graph: Canonical, match: Match, spec: KernelSpec) -> Match | Refusal:
-        """Return a match with the price of its call, or a refusal where smaller calls are predicted
-        to be faster."""
+            no_kernel: Exception | None = choose.refusal(spec, chip)
+        except NmmError as error:
+            no_kernel = error
+        if no_kernel is not None:
+            return Refusal("no_kernel", str(no_kernel), match.node)
+        sizes = {name: getattr(spec, name) for name in _SIZES if hasattr(spec, name)}
         times = call_ways(graph, spec)
-        match.info["predicted"] = times.to_dict()
+        match.info = {**(match.info or sizes), "predicted": times.to_dict()}
         return slower(times, match.node) or match
 
     def rewrite(self, graph: Canonical, match: Match, editor: Editor) -> fx.Node:

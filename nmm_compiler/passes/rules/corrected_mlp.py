@@ -15,9 +15,8 @@ from typing import Any
 
 from torch import fx
 
-from nmm_compiler.errors import NmmError
 from nmm_compiler.passes.chains.chain import same_tokens
-from nmm_compiler.passes.chains.safety import Refusal, call_ways, covered, unsafe
+from nmm_compiler.passes.chains.safety import Refusal, call_ways, covered
 from nmm_compiler.passes.emit.calls import Call, with_base
 from nmm_compiler.passes.graph.canonical import (
     Add,
@@ -62,15 +61,10 @@ class CorrectedMLP(KernelRule):
             gate, op="gated_mlp", chains=linears, final=node, out_dims=out_dims,
             activation=activation,
         )  # fmt: skip
-        try:
-            whole.spec(graph).check(graph.chip)
-        except NmmError:
-            return None  # features that are no whole 512s
         whole.covered = covered(graph, node, whole.keys())
-        why = unsafe(graph, whole.covered, node, whole.keys())
         pair = Call.of_several("lowrank_matmul_shared_x", (gate, up))
         separate = sum(call_ways(graph, one.spec(graph)).fused for one in (pair, calls[2]))
-        found = why or self.called(graph, whole)
+        found = self.matched(graph, whole)
         if isinstance(found, Match) and found.info["predicted"]["fused"] > separate:
             return Refusal("slower", "the calls apart are predicted to be faster", node)
         return found

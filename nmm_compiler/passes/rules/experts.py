@@ -288,9 +288,8 @@ class Experts(KernelRule):
             made = EXPERTS.spec_of(given, tokens, dtype_name(dtype))
             return replace(made, m=made.m * made.top_k, top_k=1) if mixture.scaled else made
 
-        info = {"chains": 0}  # its products are dense
-        match = Match(self.name, node, frozenset(inner), data=mixture, info=info)
-        priced = self.of_spec(graph, match, spec)
+        match = Match(self.name, node, frozenset(inner), data=mixture)
+        priced = self.priced(graph, match, spec)
         return match if name_of(node) == _OWN and "predicted" in match.info else priced
 
     def _read(self, graph: Canonical, node: Any) -> _Mixture | Refusal:

@@ -22,8 +22,6 @@ from typing import Any
 
 from torch import fx
 
-from nmm_compiler.codegen.choose import refusal
-from nmm_compiler.kernels.base import KernelSpec
 from nmm_compiler.passes.chains.chain import (
     Chain,
     is_whole_feature,
@@ -31,7 +29,7 @@ from nmm_compiler.passes.chains.chain import (
     read_projection,
     same_tokens,
 )
-from nmm_compiler.passes.chains.safety import Refusal, real_users, refuse
+from nmm_compiler.passes.chains.safety import Refusal, real_users
 from nmm_compiler.passes.emit.calls import Call
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import (
@@ -167,8 +165,7 @@ class GatedMLP(KernelRule):
             return None
         chains = [*half.chains, down]
         call = Call.of(graph, "gated_mlp", chains, node, out_dims, activation=half.activation)
-        spec = refuse(graph, call.covered, node, call.keys()) or _spec(graph, call)
-        made = spec if isinstance(spec, Refusal) else self.called(graph, call, spec)
+        made = self.matched(graph, call)
         if isinstance(made, Match):
             return made
         pair = any(one.second for one in half.chains)  # reported where two calls take its place
@@ -192,16 +189,3 @@ def over_tokens(c: Canonical, h_dims: Dims, down: Chain) -> Dims | None:
         return None
     repeated = any(atom.axis == views.BROADCAST for dim in found[1:] for atom in dim)
     return None if repeated else found[1:]
-
-
-def _spec(c: Canonical, call: Call) -> KernelSpec | Refusal:
-    """Return what one kernel computes, or why none is possible on the target."""
-    k = call.source.k
-    if call.n != k:
-        text = f"the down projection returns {call.n} features, one kernel returns x's {k}"
-        return Refusal("no_kernel", text, call.final)
-    spec = call.spec(c)
-    why = refusal(spec, c.chip)
-    if why is None:
-        return spec
-    return Refusal("no_kernel", f"the whole MLP has no kernel: {why}", call.final)
