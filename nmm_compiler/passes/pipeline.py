@@ -50,10 +50,9 @@ from nmm_compiler.passes.result import RewriteResult, opportunities
 from nmm_compiler.passes.rules.adapters import Adapters
 from nmm_compiler.passes.rules.attention import Attention
 from nmm_compiler.passes.rules.base import Declined, Match, Rule
-from nmm_compiler.passes.rules.corrected_mlp import CorrectedMLP
 from nmm_compiler.passes.rules.experts import Experts
 from nmm_compiler.passes.rules.few_bits import Quantized, StaticFP8
-from nmm_compiler.passes.rules.gated_mlp import GatedMLP, GatedMLPUp
+from nmm_compiler.passes.rules.gated_mlp import CorrectedMLP, GatedMLP, GatedMLPUp
 from nmm_compiler.passes.rules.inside_calls import NormInside, ResidualInside
 from nmm_compiler.passes.rules.lora import LoRA
 from nmm_compiler.passes.rules.lowrank import MLA, Adapter, LowRank, products_at

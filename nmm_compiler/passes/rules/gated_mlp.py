@@ -1,4 +1,4 @@
-"""Rules `gated_mlp` and `gated_mlp_up`: activation(x gate) * (x up), and down, as one call.
+"""Rules of gated MLPs, activation(x gate) * (x up), and down: as one call, or the half before down.
 
     h = mul(silu(linear(linear(x, Ga), Gb)), linear(linear(x, Ua), Ub)); linear(linear(h, Da), Db)
     -> nmm.gated_mlp(x, [Ga, Gb], [Ua, Ub], [Da, Db], activation="silu")
@@ -6,12 +6,17 @@
     mul(silu(linear(linear(x, Ga), Gb)), linear(linear(x, Ua), Ub))
     -> nmm.gated_mlp_up(x, [Ga, Gb], [Ua, Ub], activation="silu")
 
+    h = silu(nmm.dequantize(gate...) x + gate branch) * (nmm.dequantize(up...) x + up branch)
+    nmm.dequantize(down...) h + down branch
+    -> nmm.corrected_mlp(x, [gate, up, down], [scales...], [u...], [v...])
+
 Each projection is low-rank or dense. Three dense ones are a gated adapter where h is narrow:
 n (k + k) < k k. In `gated_mlp` h stays in SBUF. The rule declines, with the numbers, where h does
 not fit the target beside the kernel's other tensors, and where two kernels are predicted to be
 faster: keeping h leaves room for fewer tokens at a time, so weights may be read more often. Then
 the down projection is a chain of its own, which takes the result of `gated_mlp_up` in the layout
-that `layout` chooses.
+that `layout` chooses. `corrected_mlp` has weights of few bits, with branches or without; it is
+declined where gate and up as one call, and down as another, are predicted to be faster.
 """
 
 from __future__ import annotations
@@ -29,8 +34,8 @@ from nmm_compiler.passes.chains.chain import (
     read_projection,
     same_tokens,
 )
-from nmm_compiler.passes.chains.safety import Refusal, real_users
-from nmm_compiler.passes.emit.calls import Call
+from nmm_compiler.passes.chains.safety import Refusal, call_ways, covered, real_users
+from nmm_compiler.passes.emit.calls import Call, with_base
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import (
     Activation,
@@ -148,11 +153,12 @@ class GatedMLP(KernelRule):
 
     name = "gated_mlp"
     ends_at = (Product, Add)
+    read = staticmethod(read_projection)
 
     def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
         """Propose products, and sums after them, that a product of two activations feeds."""
         if not _is_inner(graph, node):
-            yield from mlps_at(graph, node, read_projection)
+            yield from mlps_at(graph, node, self.read)
 
     def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
         """Check that only the down projection reads h, and that one kernel pays."""
@@ -170,6 +176,44 @@ class GatedMLP(KernelRule):
             return made
         pair = any(one.second for one in half.chains)  # reported where two calls take its place
         return dataclasses.replace(made, report_even_if_superseded=True) if pair else None
+
+
+class CorrectedMLP(GatedMLP):
+    """A gated MLP of three linears whose dense weights are of few bits."""
+
+    name = "corrected_mlp"
+    read = staticmethod(read_adapted)
+
+    def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
+        """Read the weights, which are stored alike, and check that one kernel pays."""
+        node, down, (_, (activation, inner), key) = candidate
+        chains = [read_adapted(graph, inner), read_adapted(graph, key), down]
+        read = (with_base(graph, Call.of_chain(graph, one)) for one in chains if one is not None)
+        calls = [one for one in read if isinstance(one, Call)]
+        steps = [step for one in calls for step in one.chain.steps]
+        if len(calls) < 3 or inner is key or any(step.kind == "bias" for step in steps):
+            return None
+        gate, up, _ = calls
+        linears = tuple(one.chain for one in calls)
+        ways = {way for one in linears for way in one.ways.items()}
+        alike = len(ways) == len(dict(ways)) and len({"u" in one.bits for one in linears}) == 1
+        tokens = (gate.chain.first, gate.out_dims, up.chain.first, up.out_dims)
+        out_dims = over_tokens(graph, gate.out_dims, down)
+        if not alike or out_dims is None or down.n != gate.source.k:
+            return None
+        if not same_tokens(graph, *tokens):
+            return None
+        whole = dataclasses.replace(
+            gate, op="gated_mlp", chains=linears, final=node, out_dims=out_dims,
+            activation=activation,
+        )  # fmt: skip
+        whole.covered = covered(graph, node, whole.keys())
+        pair = Call.of_several("lowrank_matmul_shared_x", (gate, up))
+        separate = sum(call_ways(graph, one.spec(graph)).fused for one in (pair, calls[2]))
+        found = self.matched(graph, whole)
+        if isinstance(found, Match) and found.info["predicted"]["fused"] > separate:
+            return Refusal("slower", "the calls apart are predicted to be faster", node)
+        return found
 
 
 def _is_inner(c: Canonical, node: fx.Node) -> bool:
