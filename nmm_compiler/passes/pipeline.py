@@ -61,35 +61,29 @@ from nmm_compiler.passes.rules.shared import SharedU, SharedX
 
 @dataclasses.dataclass
 class Attempt:
-    """A copy of a graph that is being rewritten; `result` collects the findings.
+    """A copy of a graph that is being rewritten in a run; `result` collects the findings.
 
     stored: whether the model stores the placeholders of a graph of a higher-order operator. inputs:
-    examples, which may be tensor subclasses that metadata hides. refused: what this and earlier
-    attempts could not emit. rules: those of this attempt. The methods are the steps of
-    `pipeline.PASSES`; the fields after `rules` pass their results on. moved: nodes that the matches
-    take over. declined: refusals, and whether the report has them where another rule matches.
+    examples, which may be tensor subclasses that metadata hides. rules: those of this attempt. The
+    methods are the steps of `pipeline.PASSES`; the fields after `rules` pass their results on.
     """
 
     module: fx.GraphModule
     values: dict[fx.Node, Any]
-    options: Options
-    faults: Faults
+    run: _Run
     stored: Mapping[str, bool] | None
     inputs: Sequence[Any] | None
     result: RewriteResult
-    refused: list[Declined]
     rules: tuple[Rule, ...] = ()
     c: Canonical = dataclasses.field(init=False)
     matches: list[Match] = dataclasses.field(default_factory=list)
-    moved: set[fx.Node] = dataclasses.field(init=False)
-    declined: list[tuple[Declined, bool]] = dataclasses.field(init=False)
     editor: Editor = dataclasses.field(init=False)
     dropped: bool = False
 
     @property
     def built_in(self) -> bool:
         """Return whether the rules at work are the package's own."""
-        return self.faults.is_built_in(self.rules[0])
+        return self.run.faults.is_built_in(self.rules[0])
 
     @property
     def taken(self) -> set[fx.Node]:
@@ -98,7 +92,7 @@ class Attempt:
 
     def read(self) -> None:
         """Read the graph into canonical forms."""
-        given = (self.module, self.values, self.stored, self.options, self.faults)
+        given = (self.module, self.values, self.stored, self.run.options, self.run.faults)
         self.c = read_graph(*given)
         if self.c.effects.writers and follow_writes(self.c):
             self.c = read_graph(*given)
@@ -109,7 +103,8 @@ class Attempt:
     def match(self) -> None:
         """Ask each rule, in order, at each node, last node first; the first match stays."""
         c = self.c
-        self.matches, self.moved, self.declined = [], set(), []
+        self.matches = []
+        moved, declined = set[fx.Node](), list[tuple[Declined, bool]]()
         values = ((node, (node, *c.virtuals.get(node, ()))) for node in reversed(c.graph.nodes))
         nodes = [
             (node, {kind for key in keys for kind in type(c.forms.get(key)).__mro__})
@@ -119,54 +114,60 @@ class Attempt:
             if not self.built_in:
                 self.result.nearest[rule.name] = (0, "")
             ends = (object,) if rule.ends_at is None else rule.ends_at
-            with self.faults.only_reading(rule, c.graph):
+            with self.run.faults.only_reading(rule, c.graph):
                 for node, kinds in nodes:
-                    if kinds.isdisjoint(ends) or node in self.moved:
+                    if kinds.isdisjoint(ends) or node in moved:
                         continue
                     try:
-                        self._ask(rule, node)
+                        self._ask(rule, node, moved, declined)
                     except Exception as error:  # kept, or raised again
-                        self.faults.keep(error, "matching", node, rule)
-        names = {node.name for node in self.moved}
-        self.result.declined += [one for one, kept in self.declined if kept or one.at not in names]
+                        self.run.faults.keep(error, "matching", node, rule)
+        names = {node.name for node in moved}
+        self.result.declined += [one for one, kept in declined if kept or one.at not in names]
 
-    def _ask(self, rule: Rule, node: fx.Node) -> None:
-        """Keep the first match of a rule at a node, or why there is none."""
+    def _ask(
+        self, rule: Rule, node: fx.Node, taken: set[fx.Node], declined: list[tuple[Declined, bool]]
+    ) -> None:
+        """Keep the first match of a rule at a node, or why there is none.
+
+        taken: nodes that matches take over. declined: refusals, and whether the report has them
+        where another rule matches.
+        """
         c = self.c
         for candidate in rule.pattern(c, node):
             found = _checked(rule, rule.check(c, candidate))
-            if isinstance(found, Match) and not self.faults.is_left(rule.name, found.name):
+            if isinstance(found, Match) and not self.run.faults.is_left(rule.name, found.name):
                 moved = moving(c, found.nodes)
-                if moved.isdisjoint(self.moved):
-                    self.moved |= moved
+                if moved.isdisjoint(taken):
+                    taken |= moved
                     self.matches.append(found)
                     return
             elif isinstance(found, Refusal) and found.agreed:
                 near = (found.agreed, f"at {found.node.name} {found.reason}")
                 self.result.nearest[rule.name] = max(self.result.nearest[rule.name], near)
             elif isinstance(found, Refusal) and found.reason:
-                declined = Declined.of(rule.name, found, node, self.faults.graph)
-                self.declined.append((declined, found.report_even_if_superseded))
+                why = Declined.of(rule.name, found, node, self.run.faults.graph)
+                declined.append((why, found.report_even_if_superseded))
 
     def combine(self) -> None:
         """Let rules join matches into groups, and add the findings to the report."""
         last = next(iter(reversed(self.c.graph.nodes)))
         for rule in self.rules:
-            with self.faults.guard("joining matches of the graph that ends at", last, rule):
-                left = [m for m in self.matches if self.faults.is_left(rule.name, m.name)]
+            with self.run.faults.guard("joining matches of the graph that ends at", last, rule):
+                left = [m for m in self.matches if self.run.faults.is_left(rule.name, m.name)]
                 free = [m for m in self.matches if m not in left] if left else self.matches
-                with self.faults.only_reading(rule, self.c.graph):
+                with self.run.faults.only_reading(rule, self.c.graph):
                     joined = rule.combine(self.c, list(free))
                 joined = _combined(rule, free, joined)
                 self.matches = [*(one for one in joined if isinstance(one, Match)), *left]
                 self.result.declined += [
-                    Declined.of(rule.name, one, one.node, self.faults.graph)
+                    Declined.of(rule.name, one, one.node, self.run.faults.graph)
                     for one in joined if isinstance(one, Refusal)
                 ]  # fmt: skip
         position = self.c.effects.position
         self.matches.sort(key=lambda m: position[m.node])
         for match in self.matches:
-            match.graph, match.length = self.faults.graph, _terms(self.c, match.nodes)
+            match.graph, match.length = self.run.faults.graph, _terms(self.c, match.nodes)
         matches_are_apart(self)
 
     def lay_out(self) -> None:
@@ -182,7 +183,7 @@ class Attempt:
         failed."""
         c = self.c
         read = {node for node in c.graph.nodes if node.users}
-        self.editor = Editor(c, value_key(self.module.graph), self.options, self.taken)
+        self.editor = Editor(c, value_key(self.module.graph), self.run.options, self.taken)
         by_name = {rule.name: rule for rule in self.rules}
         for match in sorted(self.matches, key=lambda match: c.effects.position[match.node]):
             self._emit_one(match, by_name[match.rule])
@@ -224,12 +225,13 @@ class Attempt:
             return
         except NotEmittedError as error:
             (why,) = error.args
-            self.refused.append(Declined.of(rule.name, why, match.node, self.faults.graph))
+            declined = Declined.of(rule.name, why, match.node, self.run.faults.graph)
+            self.run.result.declined.append(declined)  # that of this attempt is discarded
         except Exception as error:  # kept, or raised again
-            self.faults.keep(error, "emitting", match.node, rule)
+            self.run.faults.keep(error, "emitting", match.node, rule)
         self.dropped = True
         # the nodes at which the next attempt would meet a match
-        self.faults.leave(rule.name, match.name, *(one.name for one in finals))
+        self.run.faults.leave(rule.name, match.name, *(one.name for one in finals))
 
 
 def _terms(c: Canonical, nodes: frozenset[fx.Node]) -> int:
@@ -363,15 +365,11 @@ def run(
     of the user that fails, UnknownNameError for a rule name that is not known, and under strict
     InternalFaultError.
     """
-    from nmm_compiler.ops import registration, sharding  # defines torch.ops.nmm
-
     options = Options.make(options)
     order = rule_order(options, rules)
-    sharding.register_when_used(registration.RULES)
     result = RewriteResult(graph_module, [], [], original=graph_module, target=options.target)
     work = _Run(options, order, result)
     result.graph_module = work.graph(graph_module, example_inputs)
-    result.declined += work.refused
     for (graph, text), (rule, node) in work.faults.found.items():
         why = Refusal("internal", f"a fault in nmm_compiler, {text}", node)
         result.declined.append(Declined.of(rule or "reading", why, node, graph))
@@ -538,7 +536,6 @@ class _Run:
         self.segments = [tuple(rules) for _, rules in alike]
         self.faults = Faults(options.strict, RULES)
         self.done: dict[int, fx.GraphModule] = {}
-        self.refused: list[Declined] = []
 
     def graph(
         self,
@@ -574,8 +571,7 @@ class _Run:
             if values is None:
                 break
             own = {new[node]: value for node, value in values.items()}
-            shared = (self.options, self.faults, stored, example_inputs, found, self.refused)
-            attempt, values = Attempt(module, own, *shared), None
+            attempt, values = Attempt(module, own, self, stored, example_inputs, found), None
             with self.faults.guard("rewriting the graph that ends at", last):
                 whole = all(apply(attempt, rules, folder) for rules in self.segments)
                 values = read if len(self.faults.found) <= _MOST_FAULTS else None
