@@ -76,7 +76,9 @@ def fold_chain(editor: Editor, chain: Chain) -> dict[str, Any]:
     (x u) v + bias; with inner_bias and inner_gain of a function between the products.
     """
     made: dict[str, Any] = {one: weight_node(editor, chain, one) for one in chain.letters}
-    plain_v: Any = made.get("v")  # by which the inner bias is multiplied: no scales are in it yet
+    plain_v: Any = made.get(
+        "v"
+    )  # the inner bias is multiplied by v before scales are folded into v
     made |= {"scale": 1.0, "bias": None, "inner_bias": None, "inner_gain": None}
 
     def absorb(steps: Sequence[Step], width: int) -> None:
@@ -485,16 +487,25 @@ class Call:
 
     def emit(self, c: Canonical, editor: Editor) -> fx.Node:
         """Emit the call and what surrounds it; return the node with the final value, the first of
-        several, each of which is replaced."""
+        several, each of which is replaced.
+
+        Refuses a call whose results are cut over devices in another way than those it replaces.
+        """
         if self.members:  # the call stands where the first result is needed
             editor.hoist()
         x = self.prepare_x(editor)
-        given, results = {"x": x, **self.named(editor)}, self.results()
-        parts = zip(results, self._op_call(editor, given), strict=True)
-        first, *others = [one.finish(editor, part) for one, part in parts]
-        for one, new in zip(results[1:], others, strict=True):
-            editor.replace(one.final, new)
-        return first
+        node = editor.kernel(self.op_name, {"x": x, **self.named(editor)})
+        new: list[fx.Node] = []
+        for i, one in enumerate(self.results()):
+            part = editor.call(operator.getitem, node, i) if self.members else node
+            want, made = (getattr(editor.value(n), "placements", None) for n in (one.final, part))
+            if made != want:
+                why = f"one call returns {made}, the products {want}"
+                raise NotEmittedError(Refusal("device", why, one.final))
+            new.append(one.finish(editor, part))
+            if i:
+                editor.replace(one.final, new[i])
+        return new[0]
 
     def finish(self, editor: Editor, y: fx.Node) -> fx.Node:
         """Bring a result to the dimensions of the node it replaces, and add what stays outside of
@@ -565,21 +576,6 @@ class Call:
         lowering = Lowering(c, self.final, tokens_to_judge(tokens))
         given = {"x": self.x_node(lowering), **self.named(lowering)}
         return lowering.kernel(self.op_name, given)
-
-    def _op_call(self, editor: Editor, given: Mapping[str, Any]) -> list[fx.Node]:
-        """Emit the op; return its results. given: its arguments by name.
-
-        Refuses a call whose results are cut over devices in another way than those it replaces.
-        """
-        node = editor.kernel(self.op_name, given)
-        each = range(len(self.members))
-        parts = [editor.call(operator.getitem, node, i) for i in each] or [node]
-        for one, part in zip(self.results(), parts, strict=True):
-            want, made = (getattr(editor.value(n), "placements", None) for n in (one.final, part))
-            if made != want:
-                why = f"one call returns {made}, the products {want}"
-                raise NotEmittedError(Refusal("device", why, one.final))
-        return parts
 
 
 def with_base(c: Canonical, call: Call) -> Call | Stored | None:
