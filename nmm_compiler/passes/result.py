@@ -379,9 +379,7 @@ def grouped(rows: Iterable[tuple[Any, _T]]) -> dict[Any, list[_T]]:
 
 def places_of(names: Iterable[str]) -> str:
     """Return paths in short: differing numbers as `*`, the first few paths, and how many more."""
-    patterns: dict[str, list[str]] = {}
-    for name in dict.fromkeys(names):
-        patterns.setdefault(re.sub(r"\b\d+\b", "*", name), []).append(name)
+    patterns = grouped((re.sub(r"\b\d+\b", "*", name), name) for name in dict.fromkeys(names))
     shown = [pattern if len(same) > 1 else same[0] for pattern, same in patterns.items()]
     more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
     return ", ".join(shown[:_SHOWN]) + more
