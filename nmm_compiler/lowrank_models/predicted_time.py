@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -262,19 +262,13 @@ class Prices:
             made.append(Timed(name=name, tokens=tokens, weight=weight, dense_us=dense, us=low))
         return tuple(made)
 
-    def both(self, ranks: Ranks) -> Iterator[tuple[Together, float, float]]:
-        """Yield each group with what it takes dense, and at these ranks."""
-        for group in self.groups:
-            yield group, self.group_us(group, {}), self.group_us(group, ranks)
-
     def slower(self, ranks: Ranks) -> dict[str, str]:
         """Return the low-rank layers of calls that are slower than dense, each with the figures."""
-        slow: dict[str, str] = {}
-        for group, dense, low in self.both(ranks):
-            if low > dense:
-                note = f"its call would take {low:.1f} us, dense {dense:.1f}: kept dense"
-                slow |= {layer.name: note for layer in group.parts if ranks.get(layer.name)}
-        return slow
+        return {
+            name: f"its call would take {low:.1f} us, dense {dense:.1f}: kept dense"
+            for name, (dense, low, _) in self.calls(ranks).items()
+            if ranks.get(name) and low > dense
+        }
 
     def may_pay(self, name: str, rank: int, others: Ranks) -> bool:
         """Return whether the closed form finds a layer's call no slower than with it dense."""
@@ -284,18 +278,24 @@ class Prices:
                 return self.group_us(group, {**others, name: rank}, SEARCH) <= dense
         return True
 
-    def shares(self, ranks: Ranks) -> dict[str, tuple[float, float]]:
-        """Return each layer's (dense, low-rank) share of its call, by its dense parameters.
+    def calls(self, ranks: Ranks) -> dict[str, tuple[float, float, float]]:
+        """Return each layer's (call dense, call at these ranks, share), by its dense parameters.
 
         Layers of a call gain alike, so that none of a call that is faster is shown as slower.
         """
-        made: dict[str, tuple[float, float]] = {}
-        for group, dense, low in self.both(ranks):
+        made: dict[str, tuple[float, float, float]] = {}
+        for group in self.groups:
+            dense, low = self.group_us(group, {}), self.group_us(group, ranks)
             held = sum(layer.k * layer.n for layer in group.parts)
-            for layer in group.parts:
-                share = layer.k * layer.n / held
-                made[layer.name] = (dense * share, low * share)
+            made |= {layer.name: (dense, low, layer.k * layer.n / held) for layer in group.parts}
         return made
+
+    def shares(self, ranks: Ranks) -> dict[str, tuple[float, float]]:
+        """Return each layer's (dense, low-rank) share of its call."""
+        return {
+            name: (dense * share, low * share)
+            for name, (dense, low, share) in self.calls(ranks).items()
+        }
 
 
 def kernel_prices(
