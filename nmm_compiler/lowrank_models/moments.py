@@ -83,11 +83,6 @@ class SecondMoment:
             self.total.addmm_(wide.T, wide)
         self.tokens += rows.shape[0]
 
-    @property
-    def mean(self) -> torch.Tensor:
-        """`total` over the tokens: a new tensor."""
-        return self.total / max(self.tokens, 1)
-
     def bytes(self) -> int:
         """Return the bytes that the sums take."""
         sums = (self.total, self.squares, self._probes, self._products)

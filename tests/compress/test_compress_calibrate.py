@@ -26,7 +26,7 @@ def test_input_moments_are_those_of_the_activations():
     x = torch.cat([batch.reshape(-1, 32) for batch in batches]).double()
     moment = statistics.inputs["layers.0.q"]
     assert moment.tokens == len(x) == statistics.tokens
-    assert (moment.mean - x.T @ x / len(x)).norm() <= EPS * len(x) * moment.mean.norm()
+    assert (moment.total - x.T @ x).norm() <= EPS * len(x) * moment.total.norm()
     assert moment.fourth == pytest.approx(float(x.square().sum(1).square().sum()))
     assert torch.equal(statistics.inputs["layers.0.k"].total, moment.total)  # they read one tensor
     assert statistics.inputs["layers.0.up"] is not moment
@@ -38,13 +38,14 @@ def test_gradient_moments_are_gauss_newton_for_features():
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 5, bias=False))
     batches = [torch.randn(500, 6) for _ in range(20)]
     statistics = collected(model, batches, gradients=True)
-    last = statistics.gradients["1"].mean
-    off = last - torch.eye(5, dtype=torch.float64)
+    last, first = (statistics.gradients[name] for name in "10")
+    off = last.total / last.tokens - torch.eye(5, dtype=torch.float64)
     assert off.abs().max() <= 5 / math.sqrt(10_000)  # five standard errors of a mean of signs
     weight = model[1].weight.detach().double()
-    first = statistics.gradients["0"].mean
     spread = (weight.abs().sum(0)).square().max()
-    assert (first - weight.T @ weight).abs().max() <= 5 * spread / math.sqrt(10_000)
+    assert (first.total / first.tokens - weight.T @ weight).abs().max() <= 5 * spread / math.sqrt(
+        10_000
+    )
 
 
 def test_gradient_moments_are_fisher_for_logits():
@@ -52,9 +53,11 @@ def test_gradient_moments_are_fisher_for_logits():
 
     model = Model(lambda m, x: {"logits": m.head(x)}, head=nn.Linear(4, 3))
     x = torch.randn(1, 4).expand(20_000, 4)
-    got = collected(model, [x], gradients=True).gradients["head"].mean
+    got = collected(model, [x], gradients=True).gradients["head"]
     p = model(x[:1])["logits"].softmax(-1)[0].double().detach()
-    assert (got - (p.diag() - torch.outer(p, p))).abs().max() <= 5 / math.sqrt(20_000)
+    assert (got.total / got.tokens - (p.diag() - torch.outer(p, p))).abs().max() <= 5 / math.sqrt(
+        20_000
+    )
 
 
 def test_padding_is_not_counted():
