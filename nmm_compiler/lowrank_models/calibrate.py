@@ -229,8 +229,7 @@ def frozen(model: nn.Module) -> Iterator[None]:
     wants = {parameter: parameter.requires_grad for parameter in model.parameters()}
     try:
         model.eval()
-        for parameter in wants:
-            parameter.requires_grad_(False)
+        model.requires_grad_(False)
         yield
     finally:
         for module, training in modes.items():

@@ -91,8 +91,7 @@ def shorten(model: MetaModel) -> None:
     kept = [members[0] for members in kinds.values()]
     if len(kept) == count:
         return
-    path, _, last = name.rpartition(".")
-    setattr(model.module.get_submodule(path), last, nn.ModuleList([stack[i] for i in kept]))
+    model.module.set_submodule(name, nn.ModuleList([stack[i] for i in kept]))
     types = getattr(config, "layer_types", None)
     owners: dict[int, Any] = {
         id(m.config): m.config for m in model.module.modules() if hasattr(m, "config")
