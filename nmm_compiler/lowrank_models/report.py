@@ -212,7 +212,20 @@ class CompressionReport(Shown, Record):
         return f"<CompressionReport: {self.summary()}>"
 
     def parts(self) -> list[Part]:
-        """Return the summary, then the tables of layers and of skipped layers."""
+        """Return the summary, what the calls of the layers take, which layers are slower than
+        dense, then the table of layers and of skipped layers."""
+        made: list[Part] = [Line(self.summary(), "headline")]
+        if self.source:
+            made.append(Line(self.headline(), "headline"))
+        for one in self.workload:
+            near = not_told(one.gain, ERRORS[self.source], "dense")
+            where = f"on one physical core of {self.target}, {self.source}"
+            made.append(Line(f"the layers' calls {where}: {near}{one}"))
+        if self.priced:
+            made.append(Line(self.priced, "warning"))
+        if self.slower:
+            names = ", ".join(layer.name for layer in self.slower)
+            made.append(Line(f"made slower than dense, as asked: {names}", "warning"))
         rows = [
             (
                 layer.name,
@@ -235,28 +248,8 @@ class CompressionReport(Shown, Record):
         # without columns that say nothing in any row; a terminal is narrow
         kept = [i for i in range(len(head)) if not rows or {row[i] for row in rows} - {"", "-"}]
         told = [[row[i] for i in kept] for row in rows]
-        return [
-            Line(self.summary(), "headline"),
-            *self._predicted(),
-            Grid.of([head[i] for i in kept], told, right=head[1:-1]),
-            Line(_COLUMNS, "note"),
-        ]
-
-    def _predicted(self) -> list[Part]:
-        """Return what the calls of the layers take, and which layers are slower than dense."""
-        made: list[Part] = []
-        if self.source:
-            made.append(Line(self.headline(), "headline"))
-        for one in self.workload:
-            near = not_told(one.gain, ERRORS[self.source], "dense")
-            where = f"on one physical core of {self.target}, {self.source}"
-            made.append(Line(f"the layers' calls {where}: {near}{one}"))
-        if self.priced:
-            made.append(Line(self.priced, "warning"))
-        if self.slower:
-            names = ", ".join(layer.name for layer in self.slower)
-            made.append(Line(f"made slower than dense, as asked: {names}", "warning"))
-        return made
+        table = Grid.of([head[i] for i in kept], told, right=head[1:-1])
+        return [*made, table, Line(_COLUMNS, "note")]
 
 
 def _figure(value: float | None, digits: int = 4) -> str:
