@@ -35,9 +35,9 @@ from nmm_compiler.lowrank_models.factorize import (
 from nmm_compiler.lowrank_models.modules import (
     LowRankLinear,
     QuantizedLinear,
-    make_layer,
     put,
     residual,
+    round_factors,
     rounded_beside,
 )
 from nmm_compiler.lowrank_models.moments import Moments, is_finite, regularize
@@ -103,20 +103,28 @@ def compress(model: nn.Module, ratio: float | None = None, **keywords: Any) -> C
                 statistics.check(sites, gradients=gradients, base=config.base)
             # a model on the meta device whose ranks no price decides needs none
             unpriced = sites[0].weight.is_meta and config.allow_slower
-            layers = [allocation.Shape(s.name, s.k, s.n) for s in (() if unpriced else sites)]
+            shapes = [allocation.Shape(s.name, s.k, s.n) for s in (() if unpriced else sites)]
             dtype = str(sites[0].weight.dtype).removeprefix("torch.")
-            prices = kernel_prices(model, layers, dtype, config, first)
+            prices = kernel_prices(model, shapes, dtype, config, first)
             plan, align = make_plan(sites, config, statistics, prices)
             ranks = {layer.name: layer.rank for layer in plan}
             by_name = {site.name: site for site in sites}
             del sites  # else it keeps every dense weight in memory until the end
+            layers: list[LayerReport] = []
+            with steps("factorizing") as step:
+                for layer in plan:
+                    step(f"factorizing {layer.name}", len(layers), len(plan))
+                    site = by_name.pop(layer.name)
+                    if layer.rank is not None:
+                        layer = _replace(model, site, layer, layer.rank, config, statistics)
+                    layers.append(layer)
             return CompressionReport(
                 method=config.method,
                 allocation=config.allocation,
                 align=align,
                 ratio=config.ratio,
                 workload=prices.timed(ranks),
-                layers=_carry_out(model, plan, by_name, config, statistics),
+                layers=tuple(layers),
                 skipped=skipped,
                 model_parameters_before=before,
                 model_parameters_after=count_parameters(model),
@@ -210,25 +218,6 @@ def _check_sites(sites: Sequence[Site], config: CompressionConfig) -> None:
             )
 
 
-def _carry_out(
-    model: nn.Module,
-    plan: Sequence[LayerReport],
-    by_name: dict[str, Site],
-    config: CompressionConfig,
-    statistics: Statistics,
-) -> tuple[LayerReport, ...]:
-    """Factorize and replace each layer, emptying by_name."""
-    done: list[LayerReport] = []
-    with steps("factorizing") as step:
-        for layer in plan:
-            step(f"factorizing {layer.name}", len(done), len(plan))
-            site = by_name.pop(layer.name)
-            if layer.rank is not None:
-                layer = _replace(model, site, layer, layer.rank, config, statistics)
-            done.append(layer)
-    return tuple(done)
-
-
 def _replace(
     model: nn.Module,
     site: Site,
@@ -243,23 +232,27 @@ def _replace(
     base, target = None, weight
     if config.base is not None:
         base = rounded_beside(weight, config.base, rank, moments, site.name)
-        target = weight if weight.is_meta else residual(weight, base)
-    shapes = (site.n, rank), (rank, site.k)
-    factors = Factors(*(weight.new_zeros(shape) for shape in shapes))
+        target = residual(weight, base)
+    factors = Factors(weight.new_zeros(site.n, rank), weight.new_zeros(rank, site.k))
     if rank and not weight.is_meta:
         factors = balance(factorize(target, rank, moments, site.name), weight.dtype)
-    wants = cast(torch.Tensor, site.module.weight).requires_grad
     bias = cast("nn.Parameter | None", site.module.bias)
-    up, down = (factor.requires_grad_(wants) for factor in factors[:2])
-    made = make_layer(down, up, bias, base, config.factors)
+    made: LowRankLinear | QuantizedLinear
+    if base is not None and not rank:
+        made, base.bias = base, bias
+    else:
+        wants = cast(torch.Tensor, site.module.weight).requires_grad
+        up, down = (factor.requires_grad_(wants) for factor in factors[:2])
+        made = LowRankLinear.from_factors(down, up, bias, base)
+        if config.factors is not None:
+            round_factors(made, config.factors)
+        stored = made.up.weight.detach(), made.down.weight.detach()
+        factors = Factors(*stored, factors.coefficients)
     put(model, site.names, made.train(site.module.training))
-    stored = count_bytes(made) - (0 if bias is None else bias.nbytes)
-    layer = dataclasses.replace(layer, bytes=stored, base=config.base or "")
+    held = count_bytes(made) - (0 if bias is None else bias.nbytes)
+    layer = dataclasses.replace(layer, bytes=held, base=config.base or "")
     if weight.is_meta:
         return layer
-    if isinstance(made, LowRankLinear):
-        up, down = made.up.weight.detach(), made.down.weight.detach()
-        factors = Factors(up, down, factors.coefficients)
     errors = measure(weight, target, factors, statistics.inputs.get(site.name))
     return dataclasses.replace(layer, weight_error=errors[0], output_error=errors[1])
 

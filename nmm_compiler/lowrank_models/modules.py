@@ -265,20 +265,3 @@ def round_factors(layer: LowRankLinear, format: str) -> None:
         by_input = beside and name == "up"
         made = QuantizedLinear.of(linear.weight, format, linear.bias, by_input=by_input)
         setattr(layer, name, made.train(linear.training))
-
-
-def make_layer(
-    down: torch.Tensor,
-    up: torch.Tensor,
-    bias: nn.Parameter | None,
-    base: QuantizedLinear | None,
-    factors: str | None,
-) -> LowRankLinear | QuantizedLinear:
-    """Return a layer of factors, in floats or a format, of a base, or of both."""
-    if base is not None and not down.shape[0]:
-        base.bias = bias
-        return base
-    layer = LowRankLinear.from_factors(down, up, bias, base)
-    if factors is not None:
-        round_factors(layer, factors)
-    return layer
