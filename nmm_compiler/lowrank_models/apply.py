@@ -236,12 +236,12 @@ def _replace(
     factors = Factors(weight.new_zeros(site.n, rank), weight.new_zeros(rank, site.k))
     if rank and not weight.is_meta:
         factors = balance(factorize(target, rank, moments, site.name), weight.dtype)
-    bias = cast("nn.Parameter | None", site.module.bias)
+    bias: nn.Parameter | None = site.module.bias
     made: LowRankLinear | QuantizedLinear
     if base is not None and not rank:
         made, base.bias = base, bias
     else:
-        wants = cast(torch.Tensor, site.module.weight).requires_grad
+        wants = site.module.weight.requires_grad
         up, down = (factor.requires_grad_(wants) for factor in factors[:2])
         made = LowRankLinear.from_factors(down, up, bias, base)
         if config.factors is not None:
@@ -452,6 +452,16 @@ def _explicit(sites: Sequence[Site], config: CompressionConfig) -> tuple[Allocat
         if config.base is not None and not rank:
             rank, note = 0, ""
         elif rank is not None:
-            rank, note = allocation.check_explicit(_shape_of(site, config), rank, config.align)
+            if config.align is not None and rank % config.align:
+                below = rank - rank % config.align
+                raise ModelError(
+                    f"rank {rank} for {site.name} is no multiple of align={config.align}: pass "
+                    f"{max(config.align, below)} or {below + config.align}, or align=1"
+                )
+            shape, note = _shape_of(site, config), ""
+            if rank > shape.largest_rank:
+                kept = "kept dense" if shape.base is None else "the base alone"
+                note = f"rank {rank} saves nothing (break-even above {shape.largest_rank}): {kept}"
+                rank = shape.without
         ranks[site.name], notes[site.name] = rank, (note, True)
     return lambda dense: {n: None if n in dense else rank for n, rank in ranks.items()}, notes

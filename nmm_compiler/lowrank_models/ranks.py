@@ -189,20 +189,3 @@ def allocate_global(
         offer(name)
     found = {name: tables[name][0][choice] for name, choice in picked.items()}
     return {s.name: found.get(s.name) for s in shapes}
-
-
-def check_explicit(shape: Shape, rank: int, align: int | None) -> tuple[int | None, str]:
-    """Return (rank or None for dense, note) for a rank the user gave.
-
-    Raises ModelError for a rank that is no multiple of an `align` that was given.
-    """
-    if align is not None and rank % align:
-        raise ModelError(
-            f"rank {rank} for {shape.name} is no multiple of align={align}: pass "
-            f"{max(align, rank // align * align)} or {-(-rank // align) * align}, or align=1"
-        )
-    if rank > shape.largest_rank:
-        kept = "kept dense" if shape.base is None else "the base alone"
-        note = f"rank {rank} saves nothing (break-even above {shape.largest_rank}): {kept}"
-        return shape.without, note
-    return rank, ""
