@@ -35,7 +35,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from nmm_compiler.errors import ModelError, ShapeError, UnknownNameError
+from nmm_compiler.errors import ModelError, ShapeError
+from nmm_compiler.kernels.base import check_name
 from nmm_compiler.kernels.packed_formats import FORMATS, MX, check_blocks, quantize
 from nmm_compiler.lowrank_models import modeling_nmm_lowrank as stored_form
 from nmm_compiler.lowrank_models.factorize import factorize
@@ -53,10 +54,8 @@ FORMAT_NAMES = (*FORMATS, "float8_e4m3")
 
 def read_format(format: str) -> str:
     """Return the name of a format in the table; raise UnknownNameError for any other."""
-    found = "fp8" if format == "float8_e4m3" else format
-    if found not in FORMATS:
-        raise UnknownNameError("format", format, FORMAT_NAMES)
-    return found
+    check_name("format", format, FORMAT_NAMES)
+    return "fp8" if format == "float8_e4m3" else format
 
 
 class QuantizedLinear(stored_form.FewBitLinear):
@@ -104,8 +103,10 @@ class QuantizedLinear(stored_form.FewBitLinear):
         """Return the weight [n, k] in a dtype."""
         form = FORMATS[self.format]
         if form.block:
-            made = torch.ops.nmm.dequantize(self.values, self.scale, self.format, dtype)
-            return cast(torch.Tensor, made)
+            made: torch.Tensor = torch.ops.nmm.dequantize(
+                self.values, self.scale, self.format, dtype
+            )
+            return made
         elements = self.values.view(getattr(torch, form.element_name)).to(self.scale.dtype)
         if self.format == "fp8":
             # nothing is clamped here: it tells graph passes that NKI's float8_e4m3 has the bits
@@ -156,10 +157,10 @@ class LowRankLinear(stored_form.LowRankLinear):
     @property
     def weight(self) -> torch.Tensor:
         """The base and up @ down, [n, k]: a new tensor on each access, differentiable in both."""
-        product = self.up.weight @ self.down.weight
+        product: torch.Tensor = self.up.weight @ self.down.weight
         if self.base is None:
             return product
-        return cast(torch.Tensor, self.base.weight).to(product.dtype) + product
+        return self.base.weight.to(product.dtype) + product
 
     @property
     def bias(self) -> torch.Tensor | None:
@@ -261,7 +262,7 @@ def round_factors(layer: LowRankLinear, format: str) -> None:
     """Put linears of a format in the place of a layer's factors; on the meta device empty ones."""
     beside = format == "fp8" and getattr(layer.base, "format", None) in MX
     for name in ("down", "up"):
-        linear = cast(nn.Linear, getattr(layer, name))
+        linear = getattr(layer, name)
         by_input = beside and name == "up"
         made = QuantizedLinear.of(linear.weight, format, linear.bias, by_input=by_input)
         setattr(layer, name, made.train(linear.training))

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from nmm_compiler.errors import OptionTypeError, ShapeError, UnknownNameError
+from nmm_compiler.errors import OptionTypeError, ShapeError
+from nmm_compiler.kernels.base import check_name
 from nmm_compiler.lowrank_models.modules import (
     LowRankLinear,
     QuantizedLinear,
@@ -57,8 +58,7 @@ def tensor_parallel_plan(
         UnknownNameError: for a split.
         ShapeError: heads, features or ranks do not divide by the devices.
     """
-    if split not in FACTOR_SPLITS:
-        raise UnknownNameError("split", split, FACTOR_SPLITS)
+    check_name("split", split, FACTOR_SPLITS)
     packed = next((n for n, m in model.named_modules() if isinstance(m, QuantizedLinear)), None)
     if packed is not None:
         raise OptionTypeError(
