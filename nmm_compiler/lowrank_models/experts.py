@@ -69,7 +69,7 @@ class SplitExperts(nn.Module):
     ) -> torch.Tensor:
         """Mix the experts: hidden [tokens, k], index and weights [tokens, experts a token]."""
         base, out = self.base, torch.zeros_like(hidden)
-        first, second = (cast(nn.ModuleList, getattr(self, n)) for n in _projections(base))
+        first, second = (getattr(self, name) for name in _projections(base))
         for expert in range(base.num_experts):
             tokens, places = torch.where(index == expert)
             if len(tokens):
@@ -110,8 +110,8 @@ class StackedBase(nn.Module):
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the weights [experts, n, k] in a dtype."""
-        made = torch.ops.nmm.dequantize(self.values, self.scale, self.format, dtype)
-        return cast(torch.Tensor, made)
+        made: torch.Tensor = torch.ops.nmm.dequantize(self.values, self.scale, self.format, dtype)
+        return made
 
 
 def is_stacked(module: nn.Module) -> bool:
@@ -160,21 +160,20 @@ def _base_of(expert: nn.Module) -> QuantizedLinear | None:
     return expert if isinstance(expert, QuantizedLinear) else getattr(expert, "base", None)
 
 
-def install(layer: nn.Module, name: str, experts: nn.ModuleList) -> None:
+def install(layer: Any, name: str, experts: nn.ModuleList) -> None:
     """Give a layer what its experts have become in the place of one of its weights.
 
     That is factors, those of lower ranks filled up with zeros, a base, or both. MX weights lie as
     kernels take them: the outputs of gate, then those of up, and all inputs are filled up with
     zeros to whole 128s.
     """
-    given = cast(Any, layer)
     if not isinstance(layer, CompressedExperts):
         adopt(layer)
     delattr(layer, name)
     bases = [one for one in map(_base_of, experts) if one is not None]
-    blocks = bool(bases) and bases[0].format in MX and given.said is not None
+    blocks = bool(bases) and bases[0].format in MX and layer.said is not None
     halved = blocks and name == "gate_up_proj"
-    turns = halved and given.said["halves"] == HALVES[1]
+    turns = halved and layer.said["halves"] == HALVES[1]
 
     def outputs(each: Iterable[torch.Tensor]) -> torch.Tensor:
         """Return the rows [n, ..] of each expert as they lie: of gate, then of up, filled up."""
@@ -185,8 +184,8 @@ def install(layer: nn.Module, name: str, experts: nn.ModuleList) -> None:
         return torch.cat([_filled(half, 1, 128) for half in halves], 1)
 
     if halved:
-        given.said = given.said | {"halves": HALVES[0]}
-        if given.has_bias:
+        layer.said = layer.said | {"halves": HALVES[0]}
+        if layer.has_bias:
             bias = getattr(layer, f"{name}_bias")
             setattr(layer, f"{name}_bias", nn.Parameter(outputs(bias), bias.requires_grad))
     if bases:
@@ -207,15 +206,14 @@ def install(layer: nn.Module, name: str, experts: nn.ModuleList) -> None:
         layer.add_module(name.replace("_proj", "_factors"), factors)
 
 
-def adopt(layer: nn.Module) -> None:
+def adopt(layer: Any) -> None:
     """Make a layer of stacked experts one that computes by `nmm.experts`; its attributes and its
     weights stay. What its gate computes is found by its values."""
-    given = cast(Any, layer)
-    given.dense_class, given.dense_transposed = type(layer), given.is_transposed
+    layer.dense_class, layer.dense_transposed = type(layer), layer.is_transposed
     if not isinstance(layer, CompressedExperts):
         layer.__class__ = CompressedExperts
-    given.said = None
-    if not given.has_gate:
+    layer.said = None
+    if not layer.has_gate:
         return
     with torch.device("cpu"):  # also where a model without weights is loaded
         points = torch.tensor(_SAMPLE, dtype=torch.float64)
@@ -227,7 +225,7 @@ def adopt(layer: nn.Module) -> None:
             [float(getattr(layer, key))] if hasattr(layer, key) else []
             for key in ("limit", "alpha")
         )
-        given.said = chosen.said_of(sample, made, limits, slopes, (1.0,))
+        layer.said = chosen.said_of(sample, made, limits, slopes, (1.0,))
 
 
 def _filled(tensor: torch.Tensor, dim: int, step: int) -> torch.Tensor:
@@ -257,15 +255,14 @@ class CompressedExperts(nn.Module):
     """
 
     def forward(
-        self, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+        self: Any, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         """Mix the experts: hidden [.., k], index and weights [tokens, experts a token]."""
-        base = cast(Any, self)
         hidden = hidden_states.reshape(-1, hidden_states.shape[-1])
-        call, formats = _call(base, hidden.dtype)
-        if base.said is not None and formats[0] == formats[1]:
+        call, formats = _call(self, hidden.dtype)
+        if self.said is not None and formats[0] == formats[1]:
             y = torch.ops.nmm.experts(hidden, call.pop("gate_up"), call.pop("down"), index, weights,
-                                      format=formats[0], **call, **base.said)  # fmt: skip
+                                      format=formats[0], **call, **self.said)  # fmt: skip
             return cast(torch.Tensor, y).view_as(hidden_states)
 
         def product(name: str, x: torch.Tensor, form: str) -> torch.Tensor:
@@ -274,11 +271,11 @@ class CompressedExperts(nn.Module):
             given = {**call, "format": form, f"{name}_bias": own}
             return chosen.times(x, given, name, slice(None))
 
-        marks = functional.one_hot(index, base.num_experts)
+        marks = functional.one_hot(index, self.num_experts)
         shares = (marks * weights[..., None]).sum(1).mT[..., None]
         y = torch.where(marks.sum(1).mT[..., None] > 0, hidden, 0)
         y = product("gate_up", y, formats[0])
-        y = _gated(base, y) if base.said is None else chosen.gated(y, **base.said)
+        y = _gated(self, y) if self.said is None else chosen.gated(y, **self.said)
         y = product("down", y, formats[1])
         mixed = (y * shares.to(y.dtype)).sum(0)
         return mixed.view_as(hidden_states).to(hidden_states.dtype)

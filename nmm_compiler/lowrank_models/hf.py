@@ -106,15 +106,14 @@ def attach(model: Any) -> None:
     model.hf_quantizer = LowRankQuantizer(config)
 
 
-def check_savable(model: nn.Module) -> None:
+def check_savable(model: Any) -> None:
     """Raise FileError for a transformers model that is quantized by another method.
 
     That includes models loaded from GGUF with their blocks kept.
     """
     if not _is_transformers(model):
         return
-    given: Any = model
-    for holder in (given.config, getattr(model, "hf_quantizer", None)):
+    for holder in (model.config, getattr(model, "hf_quantizer", None)):
         config = getattr(holder, "quantization_config", None)
         found = config.get if isinstance(config, dict) else partial(getattr, config)
         named = found("quant_method", None)

@@ -47,19 +47,18 @@ class LowRankQuantizer(HfQuantizer):
     requires_calibration = True
     is_trainable = is_compileable = True  # low-rank layers are floats, which train and compile
 
-    def _process_model_before_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
+    def _process_model_before_weight_loading(self, model: Any, **_: Any) -> nn.Module:
         names = prepare(model, cast(LowRankConfig, self.quantization_config).saved)
-        given: Any = model
         # guards have no place in the model: transformers is to pass them over
         guards = {rf"(^|\.){re.escape(name)}(\.weight)?$" for name in names}
-        known = given._keys_to_ignore_on_load_unexpected or ()
-        given._keys_to_ignore_on_load_unexpected = guards.union(known)
+        known = model._keys_to_ignore_on_load_unexpected or ()
+        model._keys_to_ignore_on_load_unexpected = guards.union(known)
         return model
 
-    def get_state_dict_and_metadata(self, model: nn.Module, *_: Any) -> tuple[Any, Any]:
+    def get_state_dict_and_metadata(self, model: Any, *_: Any) -> tuple[Any, Any]:
         """Return what is stored, with a guard per low-rank layer, and per stack of experts; called
         before the config is written."""
-        cast(Any, model).config.quantization_config.saved = saved_layers(model)
+        model.config.quantization_config.saved = saved_layers(model)
         state: dict[str, torch.Tensor] = dict(model.state_dict())
         dtype = getattr(model, "dtype", torch.float32)
         for name, (factors, base) in compressed(model).items():
@@ -76,10 +75,10 @@ class LowRankQuantizer(HfQuantizer):
         """Return that `save_pretrained` may be called."""
         return True
 
-    def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
+    def _process_model_after_weight_loading(self, model: Any, **_: Any) -> nn.Module:
         check_loaded(model)
         # these weights are floats that can be cast and trained
-        cast(Any, model).is_quantized = False
+        model.is_quantized = False
         for module in model.modules():
             config: Any = getattr(module, "config", None)
             if getattr(config, "_is_quantized", False):
@@ -87,14 +86,14 @@ class LowRankQuantizer(HfQuantizer):
         return model
 
 
-def _is_stored(model: nn.Module, name: str, guard: torch.Tensor) -> bool:
+def _is_stored(model: Any, name: str, guard: torch.Tensor) -> bool:
     """Return whether transformers stores this tensor, and joins it with no others."""
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:  # before transformers 5 everything is stored as it is
         return True
     try:
-        stored = revert_weight_conversion(cast(Any, model), {name: guard})
+        stored = revert_weight_conversion(model, {name: guard})
     except Exception:  # any failure says that the weight of this layer is converted
         return False
     return sum(tensor.numel() for tensor in stored.values()) == guard.numel()

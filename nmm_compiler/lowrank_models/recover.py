@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -122,7 +122,7 @@ def recover(
     generator = torch.Generator().manual_seed(seed)
     models = (model,) if teacher is None else (model, teacher)
     factors = [factor for layer in layers.values() for factor in (layer.down, layer.up)]
-    parameters = [cast(nn.Parameter, factor.weight) for factor in factors]
+    parameters = [factor.weight for factor in factors]
     with ExitStack() as stack, progress("recovering") as step:
         for one in models:
             stack.enter_context(frozen(one))

@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -155,9 +155,7 @@ def _take(rest: dict[str, torch.Tensor], name: str, prefix: str) -> dict[str, to
     return parts
 
 
-def _layer(
-    name: str, parts: Mapping[str, torch.Tensor], old: nn.Module, where: str
-) -> LowRankLinear:
+def _layer(name: str, parts: Mapping[str, torch.Tensor], old: Any, where: str) -> LowRankLinear:
     """Return the layer of a pair of factors, on the old one's device.
 
     Raises FileError for what does not fit the old one.
@@ -178,8 +176,8 @@ def _layer(
             "load it into the model that it was saved from"
         )
     if layer.bias is None:  # the file has none: the model's own stays
-        layer.up.bias = cast(Any, old).bias
-    weight = cast(Any, old).weight
+        layer.up.bias = old.bias
+    weight = old.weight
     if not weight.is_meta:
         layer.to(weight.device)
     return layer.requires_grad_(weight.requires_grad).train(old.training)

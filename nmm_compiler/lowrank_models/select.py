@@ -22,7 +22,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -54,7 +54,7 @@ class Site:
     """
 
     names: tuple[str, ...]
-    module: nn.Module
+    module: Any
     k: int
     n: int
 
@@ -71,7 +71,7 @@ class Site:
     @property
     def weight(self) -> torch.Tensor:
         """The weight as [n, k], a view of the stored one, which GPT-2's Conv1D has as [k, n]."""
-        stored = cast(torch.Tensor, self.module.weight).detach()
+        stored: torch.Tensor = self.module.weight.detach()
         return stored.T if is_conv1d(self.module) else stored
 
 
@@ -176,7 +176,7 @@ def find_sites(
     return tuple(sites), tuple(skipped)
 
 
-def _read(module: nn.Module) -> tuple[tuple[int, ...], str] | None:
+def _read(module: Any) -> tuple[tuple[int, ...], str] | None:
     """Return the stored shape of a layer's weight, and why it is no linear, "" for one that is.
 
     None for a module that multiplies by no weight. Those that do and are no nn.Linear are known by
@@ -186,7 +186,7 @@ def _read(module: nn.Module) -> tuple[tuple[int, ...], str] | None:
     if isinstance(module, LowRankLinear):
         return sizes_of(module), f"already low-rank (rank {module.rank})"
     if isinstance(module, nn.Linear) or is_conv1d(module):
-        weight = cast(torch.Tensor, module.weight)
+        weight = module.weight
         lazy = f"{kind} has no weight yet; run the model once before compressing it"
         return ((), lazy) if is_lazy(weight) else (tuple(weight.shape), "")
     if not any(word in kind.lower() for word in _FOREIGN):
@@ -200,14 +200,14 @@ def _read(module: nn.Module) -> tuple[tuple[int, ...], str] | None:
 
 
 def _refusal(
-    module: nn.Module,
+    module: Any,
     name: str,
     model: nn.Module,
     holders: dict[int, list[str]],
     head: nn.Module | None,
 ) -> str:
     """Return why this linear is left alone, "" when it can be factorized."""
-    kind, weight = type(module).__name__, cast(torch.Tensor, module.weight)
+    kind, weight = type(module).__name__, module.weight
     if parametrize.is_parametrized(module):
         return "its weight is parametrized; use torch.nn.utils.parametrize.remove_parametrizations"
     if not name:
