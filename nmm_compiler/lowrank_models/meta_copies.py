@@ -93,10 +93,8 @@ def shorten(model: MetaModel) -> None:
         return
     model.module.set_submodule(name, nn.ModuleList([stack[i] for i in kept]))
     types = getattr(config, "layer_types", None)
-    owners: dict[int, Any] = {
-        id(m.config): m.config for m in model.module.modules() if hasattr(m, "config")
-    }
-    for owner in owners.values():
+    owners: list[Any] = [m.config for m in model.module.modules() if hasattr(m, "config")]
+    for owner in owners:
         owner.num_hidden_layers = len(kept)
         if types is not None:
             owner.layer_types = [types[i] for i in kept]
