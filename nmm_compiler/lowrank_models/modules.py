@@ -261,8 +261,7 @@ def quantize_factors(model: nn.Module, format: str = "int8") -> tuple[str, ...]:
 def round_factors(layer: LowRankLinear, format: str) -> None:
     """Put linears of a format in the place of a layer's factors; on the meta device empty ones."""
     beside = format == "fp8" and getattr(layer.base, "format", None) in MX
-    for name in ("down", "up"):
-        linear = getattr(layer, name)
-        by_input = beside and name == "up"
-        made = QuantizedLinear.of(linear.weight, format, linear.bias, by_input=by_input)
-        setattr(layer, name, made.train(linear.training))
+    down, up = layer.down, layer.up
+    layer.down = QuantizedLinear.of(down.weight, format).train(down.training)
+    rounded = QuantizedLinear.of(up.weight, format, up.bias, by_input=beside)
+    layer.up = rounded.train(up.training)
