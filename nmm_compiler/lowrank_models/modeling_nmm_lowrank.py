@@ -121,14 +121,6 @@ def empty(old: Any, name: str, saved: Any, kind: Any = LowRankLinear, **place: A
     return kind.few(inputs, outputs, bias, base, **place)
 
 
-def _with_factors(model: Any, saved: Any) -> None:
-    """Replace the linears that have a rank."""
-    for name, path in places(model, saved["ranks"]).items():
-        new = empty(model.get_submodule(path), name, saved)
-        new.register_buffer("weight", torch.zeros(1))  # stored: the dense class refuses the file
-        model.set_submodule(path, new)
-
-
 def __getattr__(name: str) -> Any:
     """Return transformers' class of this name, with factors in the place of its linears."""
     transformers: Any = sys.modules.get("transformers")
@@ -140,8 +132,13 @@ def __getattr__(name: str) -> Any:
         from transformers.quantizers import auto
 
         super(kind, self).__init__(config, *args, **keywords)
-        if "nmm_lowrank" not in auto.AUTO_QUANTIZER_MAPPING:
-            _with_factors(self, config.quantization_config)
+        if "nmm_lowrank" in auto.AUTO_QUANTIZER_MAPPING:
+            return  # nmm_compiler puts its own
+        saved = config.quantization_config
+        for name, path in places(self, saved["ranks"]).items():
+            new = empty(self.get_submodule(path), name, saved)
+            new.register_buffer("weight", torch.zeros(1))  # the dense class then refuses the file
+            self.set_submodule(path, new)
 
     kind: Any = type(name, (base,), {"__init__": __init__, "__module__": __name__})
     globals()[name] = kind
