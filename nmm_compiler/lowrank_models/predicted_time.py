@@ -233,22 +233,18 @@ SEARCH, JUDGE = "closed_form", "simulated"
 class Prices:
     """What groups of layers take.
 
-    of: (group, ranks, source) -> microseconds for each kind of pass in `workload`. note: how the
-    layers are grouped.
+    of: (group, ranks of layers, source) -> microseconds of each kind of pass in `workload`. note:
+    how the layers are grouped.
     """
 
     groups: Sequence[Together]
     workload: Workload
-    of: Callable[[Together, tuple[Rank, ...], str], tuple[float, ...]]
+    of: Callable[[Together, Ranks, str], tuple[float, ...]]
     note: str = ""
-
-    def passes_us(self, group: Together, ranks: Ranks, source: str = JUDGE) -> tuple[float, ...]:
-        """Return what a group takes in each kind of pass, at these ranks of its layers."""
-        return self.of(group, tuple(ranks.get(layer.name) for layer in group.parts), source)
 
     def group_us(self, group: Together, ranks: Ranks, source: str = JUDGE) -> float:
         """Return what a group takes in the mix of workloads, at these ranks of its layers."""
-        each = zip(self.workload, self.passes_us(group, ranks, source), strict=True)
+        each = zip(self.workload, self.of(group, ranks, source), strict=True)
         return math.fsum(weight * us for (_, _, weight), us in each)
 
     def timed(self, ranks: Ranks) -> tuple[Timed, ...]:
@@ -256,7 +252,7 @@ class Prices:
         made = []
         for i, (name, tokens, weight) in enumerate(self.workload if self.groups else ()):
             dense, low = (
-                math.fsum(self.passes_us(group, chosen)[i] for group in self.groups)
+                math.fsum(self.of(group, chosen, JUDGE)[i] for group in self.groups)
                 for chosen in ({}, ranks)
             )
             made.append(Timed(name=name, tokens=tokens, weight=weight, dense_us=dense, us=low))
@@ -314,8 +310,8 @@ def kernel_prices(
     chip, base = machine_target(config.target), config.base
     fp8 = config.factors == "fp8" and dtype in X_DTYPES and chip.float8_kernels
 
-    def of(group: Together, ranks: tuple[Rank, ...], source: str) -> tuple[float, ...]:
-        sizes = tuple((x.k, x.n, rank) for x, rank in zip(group.parts, ranks, strict=True))
+    def of(group: Together, ranks: Ranks, source: str) -> tuple[float, ...]:
+        sizes = tuple((layer.k, layer.n, ranks.get(layer.name)) for layer in group.parts)
         return tuple(
             call_us(sizes, group.activation, tokens, dtype, chip, fp8, source)
             for _, tokens, _ in config.passes

@@ -105,7 +105,7 @@ def test_a_call_is_judged_whole_and_shared_out():
     prices = Prices(
         [Together(layers)],
         (("pass", 1, 1.0),),
-        lambda group, ranks, source: (times[ranks],),
+        lambda group, ranks, source: (times[ranks.get("a"), ranks.get("b")],),
     )
     assert prices.slower({"a": 4, "b": None}) == {
         "a": "its call would take 10.2 us, dense 10.0: kept dense"
