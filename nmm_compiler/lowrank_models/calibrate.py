@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nmm_compiler.errors import CapacityError, ModelError, nearest
 from nmm_compiler.lowrank_models.moments import SecondMoment, is_finite
@@ -73,7 +73,7 @@ def as_batches(calibration: Any) -> list[Any]:
     Accepts an iterable of batches (a DataLoader, a list, a generator), or one batch: a dict of
     tensors or a tensor. Raises ModelError when there are none, and for text.
     """
-    if isinstance(calibration, (Mapping, torch.Tensor)):
+    if isinstance(calibration, (Mapping, Tensor)):
         return [calibration]
     batches = list(calibration) if isinstance(calibration, Iterable) else []
     if not batches or any(isinstance(batch, str) for batch in batches):
@@ -115,8 +115,8 @@ def collect(
     generator = torch.Generator().manual_seed(0)
 
     def add(
-        moments: dict[str, SecondMoment], name: str, matrix: torch.Tensor,
-        vectors: torch.Tensor, what: str,
+        moments: dict[str, SecondMoment], name: str, matrix: Tensor,
+        vectors: Tensor, what: str,
     ) -> None:  # fmt: skip
         """Add vectors [.., size] to the moment of a layer, whose matrix is [results, size]."""
         rows = rows_of(vectors.detach(), mask)
@@ -131,9 +131,7 @@ def collect(
             moments[name] = SecondMoment(size, results if carried else None, rows.device)
         moments[name].add(rows, matrix if carried else None)
 
-    def take(
-        site: Site, module: nn.Module, arguments: Any, result: torch.Tensor
-    ) -> torch.Tensor | None:
+    def take(site: Site, module: nn.Module, arguments: Any, result: Tensor) -> Tensor | None:
         """Take the input of a layer that has run, and its gradient once that comes; its hook."""
         name = site.name
         add(kept.inputs, name, site.weight, arguments[0], f"the input of {name}")
@@ -181,20 +179,20 @@ def collect(
     return kept
 
 
-def padding_mask(batch: Any) -> torch.Tensor | None:
+def padding_mask(batch: Any) -> Tensor | None:
     """Return the batch's 2-D attention mask [sequences, tokens] as booleans, if it has one."""
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    return mask.bool() if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
+    return mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
 
-def main_output(result: Any) -> tuple[torch.Tensor, bool]:
+def main_output(result: Any) -> tuple[Tensor, bool]:
     """Return (tensor, whether it is logits) of what a model returned."""
     for name, is_logits in (("logits", True), ("last_hidden_state", False)):
         found = result.get(name) if isinstance(result, Mapping) else getattr(result, name, None)
-        if isinstance(found, torch.Tensor):
+        if isinstance(found, Tensor):
             return found, is_logits
     first = result[0] if isinstance(result, (tuple, list)) and result else result
-    if isinstance(first, torch.Tensor):
+    if isinstance(first, Tensor):
         return first, False
     raise ModelError(
         f"the model returned a {type(result).__name__} without logits or last_hidden_state; wrap "
@@ -202,7 +200,7 @@ def main_output(result: Any) -> tuple[torch.Tensor, bool]:
     )
 
 
-def rows_of(tensor: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+def rows_of(tensor: Tensor, mask: Tensor | None) -> Tensor:
     """Return [tokens, size] without padding."""
     rows = tensor.reshape(-1, tensor.shape[-1])
     if mask is not None and mask.numel() == rows.shape[0]:
@@ -210,7 +208,7 @@ def rows_of(tensor: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     return rows
 
 
-def sensitivity_loss(result: Any, batch: Any, generator: torch.Generator) -> torch.Tensor:
+def sensitivity_loss(result: Any, batch: Any, generator: torch.Generator) -> Tensor:
     """Return a scalar whose gradients have the Fisher or Gauss-Newton matrix as second moment."""
     found, is_logits = main_output(result)
     rows = rows_of(found, padding_mask(batch)).float()

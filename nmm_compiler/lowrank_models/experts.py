@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from nmm_compiler.kernels.experts.spec import FACTORS, HALVES
@@ -64,9 +64,7 @@ class SplitExperts(nn.Module):
             linear.bias = nn.Parameter(bias.detach()[i], bias.requires_grad)
         return linear.train(self.base.training)
 
-    def forward(
-        self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Mix the experts: hidden [tokens, k], index and weights [tokens, experts a token]."""
         base, out = self.base, torch.zeros_like(hidden)
         first, second = (getattr(self, name) for name in _projections(base))
@@ -82,7 +80,7 @@ class SplitExperts(nn.Module):
 class StackedFactors(nn.Module):
     """The factors of all experts: down [experts, r, k] and up [experts, n, r]."""
 
-    def __init__(self, down: torch.Tensor, up: torch.Tensor, trains: bool) -> None:
+    def __init__(self, down: Tensor, up: Tensor, trains: bool) -> None:
         super().__init__()
         self.down, self.up = nn.Parameter(down, trains), nn.Parameter(up, trains)
         self.rank = down.shape[1]
@@ -95,10 +93,10 @@ class StackedBase(nn.Module):
     Of MX formats the outputs of each half, and the inputs, are filled up with zeros to whole 128s.
     """
 
-    values: torch.Tensor
-    scale: torch.Tensor
+    values: Tensor
+    scale: Tensor
 
-    def __init__(self, values: torch.Tensor, scale: torch.Tensor, format: str) -> None:
+    def __init__(self, values: Tensor, scale: Tensor, format: str) -> None:
         super().__init__()
         self.format = format
         self.register_buffer("values", values)
@@ -108,9 +106,9 @@ class StackedBase(nn.Module):
         """Show the format."""
         return self.format
 
-    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Return the weights [experts, n, k] in a dtype."""
-        made: torch.Tensor = torch.ops.nmm.dequantize(self.values, self.scale, self.format, dtype)
+        made: Tensor = torch.ops.nmm.dequantize(self.values, self.scale, self.format, dtype)
         return made
 
 
@@ -175,7 +173,7 @@ def install(layer: Any, name: str, experts: nn.ModuleList) -> None:
     halved = blocks and name == "gate_up_proj"
     turns = halved and layer.said["halves"] == HALVES[1]
 
-    def outputs(each: Iterable[torch.Tensor]) -> torch.Tensor:
+    def outputs(each: Iterable[Tensor]) -> Tensor:
         """Return the rows [n, ..] of each expert as they lie: of gate, then of up, filled up."""
         rows = torch.stack([one.detach() for one in each])
         if not halved:
@@ -228,7 +226,7 @@ def adopt(layer: Any) -> None:
         layer.said = chosen.said_of(sample, made, limits, slopes, (1.0,))
 
 
-def _filled(tensor: torch.Tensor, dim: int, step: int) -> torch.Tensor:
+def _filled(tensor: Tensor, dim: int, step: int) -> Tensor:
     """Return a tensor filled up with zeros along a dimension to whole steps."""
     more = -tensor.shape[dim] % step
     zeros = [0, 0] * (tensor.dim() - 1 - dim) + [0, more]
@@ -254,18 +252,16 @@ class CompressedExperts(nn.Module):
     cannot.
     """
 
-    def forward(
-        self: Any, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self: Any, hidden_states: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Mix the experts: hidden [.., k], index and weights [tokens, experts a token]."""
         hidden = hidden_states.reshape(-1, hidden_states.shape[-1])
         call, formats = _call(self, hidden.dtype)
         if self.said is not None and formats[0] == formats[1]:
             y = torch.ops.nmm.experts(hidden, call.pop("gate_up"), call.pop("down"), index, weights,
                                       format=formats[0], **call, **self.said)  # fmt: skip
-            return cast(torch.Tensor, y).view_as(hidden_states)
+            return cast(Tensor, y).view_as(hidden_states)
 
-        def product(name: str, x: torch.Tensor, form: str) -> torch.Tensor:
+        def product(name: str, x: Tensor, form: str) -> Tensor:
             bias = call[f"{name}_bias"]
             own = None if bias is None else bias[:, None]
             given = {**call, "format": form, f"{name}_bias": own}
@@ -310,10 +306,10 @@ def _call(layer: Any, dtype: torch.dtype) -> tuple[dict[str, Any], list[str]]:
     return made, formats
 
 
-def _gated(base: Any, y: torch.Tensor) -> torch.Tensor:
+def _gated(base: Any, y: Tensor) -> Tensor:
     if not base.has_gate:
-        return cast(torch.Tensor, base.act_fn(y))
-    return cast(torch.Tensor, getattr(base, "dense_class", type(base))._apply_gate(base, y))
+        return cast(Tensor, base.act_fn(y))
+    return cast(Tensor, getattr(base, "dense_class", type(base))._apply_gate(base, y))
 
 
 def _projections(base: Any) -> tuple[str, str]:

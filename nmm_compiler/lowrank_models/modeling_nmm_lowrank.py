@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 E4M3 = torch.float8_e4m3fn
 BYTES = {"int8": torch.int8, "fp8": E4M3, "mxfp8": E4M3, "mxfp8_e5m2": torch.float8_e5m2}
@@ -27,8 +27,8 @@ class FewBitLinear(nn.Module):
     inputs], in the dtype of the model, or uint8 for powers of two. place: device and dtype.
     """
 
-    values: torch.Tensor
-    scale: torch.Tensor
+    values: Tensor
+    scale: Tensor
 
     def __init__(
         self, inputs: int, outputs: int, bias: bool, format: str, by_input: bool = False,
@@ -45,7 +45,7 @@ class FewBitLinear(nn.Module):
         self.register_buffer("scale", torch.ones(sizes, **kind))
         self.bias = nn.Parameter(torch.zeros(outputs, **place)) if bias else None
 
-    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [outputs, inputs] in a dtype."""
         values, scale = self.values, self.scale
         if self.format.startswith("mx"):
@@ -58,7 +58,7 @@ class FewBitLinear(nn.Module):
             elements = elements[codes]
         return (elements.unflatten(1, (scale.shape[1], -1)) * scale[..., None]).flatten(1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Map x [.., inputs] to [.., outputs]."""
         return nn.functional.linear(x, self.dequantized(x.dtype), self.bias)
 
@@ -88,7 +88,7 @@ class LowRankLinear(nn.Module):
             beside = format == "fp8" and (base or "").startswith("mx")
             self.up = self.few(rank, out_features, bias, format, beside, **place)
 
-    def forward(self, x: torch.Tensor) -> Any:
+    def forward(self, x: Tensor) -> Any:
         """Map x [.., inputs] to [.., outputs]."""
         y = self.up(self.down(x))
         return y if self.base is None else self.base(x) + y

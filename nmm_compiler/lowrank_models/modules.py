@@ -33,7 +33,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nmm_compiler.errors import ModelError, ShapeError
 from nmm_compiler.kernels.base import check_name
@@ -68,7 +68,7 @@ class QuantizedLinear(stored_form.FewBitLinear):
     @classmethod
     def of(
         cls,
-        weight: torch.Tensor,
+        weight: Tensor,
         format: str,
         bias: nn.Parameter | None = None,
         spread: np.ndarray | None = None,
@@ -94,18 +94,16 @@ class QuantizedLinear(stored_form.FewBitLinear):
         return linear
 
     @property
-    def weight(self) -> torch.Tensor:
+    def weight(self) -> Tensor:
         """The weight [n, k] in the scale's dtype, float32 for MX: a new tensor on each access."""
         scale = self.scale
         return self.dequantized(scale.dtype if scale.is_floating_point() else torch.float32)
 
-    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [n, k] in a dtype."""
         form = FORMATS[self.format]
         if form.block:
-            made: torch.Tensor = torch.ops.nmm.dequantize(
-                self.values, self.scale, self.format, dtype
-            )
+            made: Tensor = torch.ops.nmm.dequantize(self.values, self.scale, self.format, dtype)
             return made
         elements = self.values.view(getattr(torch, form.element_name)).to(self.scale.dtype)
         if self.format == "fp8":
@@ -129,9 +127,9 @@ class LowRankLinear(stored_form.LowRankLinear):
     @classmethod
     def from_factors(
         cls,
-        down: torch.Tensor,
-        up: torch.Tensor,
-        bias: torch.Tensor | None = None,
+        down: Tensor,
+        up: Tensor,
+        bias: Tensor | None = None,
         base: nn.Module | None = None,
     ) -> LowRankLinear:
         """Return the layer whose factors are `down` [r, k] and `up` [n, r], not copied.
@@ -155,17 +153,17 @@ class LowRankLinear(stored_form.LowRankLinear):
         return layer
 
     @property
-    def weight(self) -> torch.Tensor:
+    def weight(self) -> Tensor:
         """The base and up @ down, [n, k]: a new tensor on each access, differentiable in both."""
-        product: torch.Tensor = self.up.weight @ self.down.weight
+        product: Tensor = self.up.weight @ self.down.weight
         if self.base is None:
             return product
         return self.base.weight.to(product.dtype) + product
 
     @property
-    def bias(self) -> torch.Tensor | None:
+    def bias(self) -> Tensor | None:
         """The bias [n] of `up`, or None."""
-        return cast("torch.Tensor | None", self.up.bias)
+        return cast("Tensor | None", self.up.bias)
 
     def extra_repr(self) -> str:
         """Show r; the factors show k and n."""
@@ -204,13 +202,13 @@ def put(model: nn.Module, names: Sequence[str], layer: nn.Module) -> None:
         model.set_submodule(name, layer)
 
 
-def residual(weight: torch.Tensor, base: QuantizedLinear) -> torch.Tensor:
+def residual(weight: Tensor, base: QuantizedLinear) -> Tensor:
     """Return what a base leaves of a weight, in the weight's dtype."""
     return (weight.float() - base.dequantized(torch.float32)).to(weight.dtype)
 
 
 def rounded_beside(
-    weight: torch.Tensor, format: str, rank: int, moments: Moments, name: str
+    weight: Tensor, format: str, rank: int, moments: Moments, name: str
 ) -> QuantizedLinear:
     """Return the base of a weight [n, k] beside a branch of a rank, 0 for none.
 

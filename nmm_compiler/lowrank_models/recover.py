@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nmm_compiler.errors import ModelError, OptionTypeError
 from nmm_compiler.lowrank_models.calibrate import (
@@ -158,9 +158,9 @@ class _Run:
     held_out: Sequence[Any]
     objective: str = "labels"
     history: list[tuple[int, float]] = field(default_factory=list)
-    trained: list[torch.Tensor] = field(default_factory=list)
-    best: list[torch.Tensor] = field(default_factory=list)
-    _targets: dict[int, torch.Tensor] = field(default_factory=dict)
+    trained: list[Tensor] = field(default_factory=list)
+    best: list[Tensor] = field(default_factory=list)
+    _targets: dict[int, Tensor] = field(default_factory=dict)
 
     def train(self, batches: Iterator[Any], steps: int, lr: float, show: Step) -> None:
         """Train, evaluating now and then; end with the best factors.
@@ -208,7 +208,7 @@ class _Run:
             self._store(self.best)
 
     @torch.no_grad()
-    def _store(self, values: Sequence[torch.Tensor]) -> None:
+    def _store(self, values: Sequence[Tensor]) -> None:
         """Give the factors, and what is trained, these values."""
         for value, wide, parameter in zip(values, self.trained, self.parameters, strict=True):
             wide.copy_(value)
@@ -228,7 +228,7 @@ class _Run:
             self.best = [wide.clone() for wide in self.trained]
         return better
 
-    def loss(self, batch: Any) -> torch.Tensor:
+    def loss(self, batch: Any) -> Tensor:
         """Return how far the output for a batch is from the teacher's, or from labels, a scalar."""
         found, is_logits = main_output(call(self.model, batch))
         mask = padding_mask(batch)
@@ -279,13 +279,13 @@ def _split(data: Any, steps: int) -> tuple[list[Any], list[Any]]:
     return batches[:-held], batches[-held:]
 
 
-def _label_loss(logits: torch.Tensor, batch: Any, mask: torch.Tensor | None) -> torch.Tensor:
+def _label_loss(logits: Tensor, batch: Any, mask: Tensor | None) -> Tensor:
     """Return the mean cross entropy of the next token: `labels` of the batch, else its input_ids.
 
     logits: [sequences, tokens, vocabulary]. Labels of -100 and padding do not count.
     """
     labels = batch.get("labels", batch.get("input_ids")) if isinstance(batch, Mapping) else None
-    if not isinstance(labels, torch.Tensor) or logits.shape[:-1] != labels.shape:
+    if not isinstance(labels, Tensor) or logits.shape[:-1] != labels.shape:
         raise ModelError(
             f"recovery without a teacher needs labels or input_ids of the logits' shape "
             f"{list(logits.shape[:-1])} in each batch; pass dicts that have them"

@@ -20,11 +20,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from safetensors.torch import save as serialized
-from torch import nn
+from torch import Tensor, nn
 
 from nmm_compiler import outputs
 from nmm_compiler.errors import FileError, ShapeError
@@ -54,7 +53,7 @@ def save_factors(model: nn.Module, path: str | Path) -> Path:
         raise FileError(
             f"{type(model).__name__} has no low-rank layer to save; run compress on it first"
         )
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, layer in layers.items():
         for linear in (layer.down, layer.up):
             if type(linear) is not nn.Linear or type(linear.weight) is not nn.Parameter:
@@ -69,9 +68,7 @@ def save_factors(model: nn.Module, path: str | Path) -> Path:
     return outputs.write(path, lambda file: file.write(serialized(tensors, metadata=_FORMAT)))
 
 
-def load_factors(
-    model: nn.Module, source: str | Path | Mapping[str, torch.Tensor]
-) -> tuple[str, ...]:
+def load_factors(model: nn.Module, source: str | Path | Mapping[str, Tensor]) -> tuple[str, ...]:
     """Load factors into a dense (or low-rank) model.
 
     Args:
@@ -101,7 +98,7 @@ def load_factors(
         )
     layers = {name: _layer(name, parts, linears[name], where) for name, parts in factors.items()}
     own = model.state_dict()
-    renamed: dict[str, torch.Tensor] = {}
+    renamed: dict[str, Tensor] = {}
     for key, tensor in rest.items():
         forms = (key, f"{prefix}.{key}", key.removeprefix(f"{prefix}."))
         name = next((form for form in forms if form in own), key)
@@ -120,7 +117,7 @@ def load_factors(
     return tuple(layers)
 
 
-def _read(source: str | Path | Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], str]:
+def _read(source: str | Path | Mapping[str, Tensor]) -> tuple[dict[str, Tensor], str]:
     if isinstance(source, Mapping):
         return dict(source), "the state dict"
     path = Path(source)
@@ -130,7 +127,7 @@ def _read(source: str | Path | Mapping[str, torch.Tensor]) -> tuple[dict[str, to
             f"{path} has no .safetensors file; convert a pickled one by passing "
             "torch.load(path, weights_only=True)"
         )
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for file in files:
         try:
             tensors.update(load_file(file))
@@ -139,11 +136,11 @@ def _read(source: str | Path | Mapping[str, torch.Tensor]) -> tuple[dict[str, to
     return tensors, str(path)
 
 
-def _take(rest: dict[str, torch.Tensor], name: str, prefix: str) -> dict[str, torch.Tensor]:
+def _take(rest: dict[str, Tensor], name: str, prefix: str) -> dict[str, Tensor]:
     """Return the tensors of a linear by "down", "up", "bias", and take them out of the others."""
     forms = dict.fromkeys((name, name.removeprefix(f"{prefix}.")))
     stems = [stem for form in forms for stem in (form, form.removesuffix("_proj"))]
-    parts: dict[str, torch.Tensor] = {}
+    parts: dict[str, Tensor] = {}
     for stem, (down, up) in itertools.product(stems, _STYLES):
         keys = {f"{stem}{down}.bias": "inner bias", f"{stem}{up}.bias": "bias"}
         for end in ("", ".weight"):
@@ -155,7 +152,7 @@ def _take(rest: dict[str, torch.Tensor], name: str, prefix: str) -> dict[str, to
     return parts
 
 
-def _layer(name: str, parts: Mapping[str, torch.Tensor], old: Any, where: str) -> LowRankLinear:
+def _layer(name: str, parts: Mapping[str, Tensor], old: Any, where: str) -> LowRankLinear:
     """Return the layer of a pair of factors, on the old one's device.
 
     Raises FileError for what does not fit the old one.

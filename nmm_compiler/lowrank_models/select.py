@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
@@ -69,9 +69,9 @@ class Site:
         return self.name.rpartition(".")[0] if isinstance(self.module, ExpertLinear) else self.name
 
     @property
-    def weight(self) -> torch.Tensor:
+    def weight(self) -> Tensor:
         """The weight as [n, k], a view of the stored one, which GPT-2's Conv1D has as [k, n]."""
-        stored: torch.Tensor = self.module.weight.detach()
+        stored: Tensor = self.module.weight.detach()
         return stored.T if is_conv1d(self.module) else stored
 
 
@@ -212,7 +212,7 @@ def _refusal(
         return "its weight is parametrized; use torch.nn.utils.parametrize.remove_parametrizations"
     if not name:
         return "the model itself is a linear; wrap it, e.g. in nn.Sequential"
-    plain = type(weight) in (nn.Parameter, torch.Tensor) and weight.is_floating_point()
+    plain = type(weight) in (nn.Parameter, Tensor) and weight.is_floating_point()
     if not plain or weight.dtype.itemsize < 2:
         return (
             f"its weight is a {type(weight).__name__} of {weight.dtype}, not a plain tensor of "
@@ -259,7 +259,7 @@ def difference_from_linear(module: nn.Linear) -> str | None:
         size = functional.linear(x.abs(), twin.weight.abs(), None if bias is None else bias.abs())
         for mode in (False, True):
             y = twin.train(mode)(x)
-            same = isinstance(y, torch.Tensor) and y.shape == expected.shape
+            same = isinstance(y, Tensor) and y.shape == expected.shape
             if not same or not bool(((y - expected).abs() <= eps * size).all()):
                 return "computes something else than x W^T + b"
     except Exception as error:  # a forward that raises is a reason to leave the layer alone

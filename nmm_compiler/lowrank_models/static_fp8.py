@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from nmm_compiler.errors import ModelError
@@ -24,15 +24,15 @@ _CHECKPOINT = ("weight", "weight_scale", "input_scale")
 class StaticFP8Linear(nn.Module):
     """x [.., k] -> [.., n]. weight: float8_e4m3fn up to 240. weight_scale, input_scale: [1]."""
 
-    weight: torch.Tensor
-    weight_scale: torch.Tensor
-    input_scale: torch.Tensor
+    weight: Tensor
+    weight_scale: Tensor
+    input_scale: Tensor
 
     def __init__(
         self,
-        weight: torch.Tensor,
-        weight_scale: torch.Tensor,
-        input_scale: torch.Tensor,
+        weight: Tensor,
+        weight_scale: Tensor,
+        input_scale: Tensor,
         bias: nn.Parameter | None = None,
     ) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class StaticFP8Linear(nn.Module):
         self.register_buffer("input_scale", 2 * input_scale.detach().float().reshape(1))
         self.bias = bias
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Map x [.., k] to [.., n]."""
         steps = (x.float() / self.input_scale).clamp(-FP8_MAX, FP8_MAX)
         rounded = steps.to(torch.float8_e4m3fn).float() * self.input_scale
@@ -51,7 +51,7 @@ class StaticFP8Linear(nn.Module):
         return functional.linear(rounded.to(x.dtype), weight.to(x.dtype), self.bias)
 
 
-def load_static_fp8(model: nn.Module, state: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
+def load_static_fp8(model: nn.Module, state: Mapping[str, Tensor]) -> tuple[str, ...]:
     """Replace the linears of a model whose fp8 weight a checkpoint has; return their names.
 
     The other tensors of the checkpoint are not loaded. Raises ModelError for a scale that is not
