@@ -66,6 +66,6 @@ def code_digests(package: Path = _PACKAGE) -> Mapping[str, str]:
 def code_fields() -> dict[str, Any]:
     """Return the fields of a cache key that say which code made an entry."""
     return {
-        "code": code_digests(),
+        "code": dict(code_digests()),
         "version": VERSION,
     }
