@@ -134,10 +134,10 @@ def lines(series: Mapping[str, Points], x_title: str, y_title: str, text: str) -
                 f'<polyline points="{path}" fill="none" stroke="var({colour})" stroke-width="2"/>'
             )
         for a, b in found:
-            said = charts.hint(f"{name}: {x_title} {a:.4g}, {y_title} {b:.4g}")
+            said = html.escape(f"{name}: {x_title} {a:.4g}, {y_title} {b:.4g}")
             body.append(
                 f'<circle cx="{x.at(a)}" cy="{y.at(b)}" r="{2.5 if len(found) > 1 else 5}" '
-                f'fill="var({colour})">{said}</circle>'
+                f'fill="var({colour})"><title>{said}</title></circle>'
             )
     keys, height = charts.legend(list(series), HEIGHT)
     return Drawing(charts.svg([*body, *keys], height, text), text)

@@ -34,7 +34,7 @@ from nmm_compiler.outputs import write_text
 from nmm_compiler.passes.result import declined_parts, grouped, places_of, readable
 from nmm_compiler.passes.rules.base import Declined
 from nmm_compiler.records import Record
-from nmm_compiler.report.page import page, write_page
+from nmm_compiler.report.page import page
 from nmm_compiler.report.parts import Grid, Line, Part, Section
 from nmm_compiler.report.shown import Shown
 from nmm_compiler.report.text import as_text, counted
@@ -234,7 +234,7 @@ def publish(
     if isinstance(options.report, str):
         shown = _pages.setdefault(options.report, [])
         shown.append(report)
-        write_page("nmm_compiler report", compile_parts(shown), options.report)
+        write_text(options.report, page("nmm_compiler report", compile_parts(shown)))
     elif callable(options.report):
         options.report(report)
     elif options.report:

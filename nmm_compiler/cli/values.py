@@ -23,7 +23,7 @@ from nmm_compiler import outputs, targets
 from nmm_compiler.cli import models
 from nmm_compiler.cli.main import WORDS
 from nmm_compiler.errors import NmmError, OutputError, UnknownNameError
-from nmm_compiler.report.page import write_page
+from nmm_compiler.report.page import page
 from nmm_compiler.report.parts import Line, Part
 from nmm_compiler.report.text import as_text
 from nmm_compiler.targets.this_machine import FILE
@@ -189,8 +189,8 @@ class Answer:
 
     def say(self, as_json: bool, html: Path | None = None) -> None:
         """Print the answer; write its page where one is asked for."""
-        written = [] if html is None else [Line(f"report: {write_page(*self.page, html)}")]
+        pages = [] if html is None else [outputs.write_text(html, page(*self.page))]
         if as_json:
             print(json.dumps(self.data, indent=2))
         elif self.shown:
-            print(as_text([*self.shown, *written]))
+            print(as_text([*self.shown, *(Line(f"report: {path}") for path in pages)]))

@@ -97,7 +97,8 @@ def _stacked(
             left, wide = axis.at(start), round(axis.at(stop) - axis.at(start), 2)
             body.append(
                 f'<rect x="{left}" y="{top}" width="{wide}" height="18" '
-                f'fill="var({colour})">{hint(f"{name}, {what}, {said}")}</rect>'
+                f'fill="var({colour})">'
+                f"<title>{html.escape(f'{name}, {what}, {said}')}</title></rect>"
             )
         body.append(label(axis.at(parts[-1][1]) + 6, top + 14, said))
         top += 26
@@ -140,11 +141,6 @@ def svg(body: Sequence[str], height: float, text: str) -> str:
     )
 
 
-def hint(text: str) -> str:
-    """Return what hovering over a mark says."""
-    return f"<title>{html.escape(text)}</title>"
-
-
 _ROW = 22
 _LETTER = 6.8  # pixels of a letter, on average
 _OF_KIND = {"fused": "--a", "transpose": "--b", "call": "--c", "": "--soft"}
@@ -184,7 +180,7 @@ def graph(nodes: Sequence[GraphNode], text: str) -> Drawing:
             )
         said = f"{node.name} = {node.what}" + (f" ({node.kind})" if node.kind else "")
         body.append(f'<circle cx="{left - 8}" cy="{y}" r="4" fill="var({colour})">'
-                    f"{hint(said)}</circle>")  # fmt: skip
+                    f"<title>{html.escape(said)}</title></circle>")  # fmt: skip
         mark = "\u21c4 " if node.kind == "transpose" else ""
         line = f"{mark}{node.name[-34:]} = {node.what}"
         body.append(label(left + 4, y + 4, line[: int((WIDTH - left) / _LETTER)]))

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
-from pathlib import Path
 
-from nmm_compiler.outputs import write_text
 from nmm_compiler.report.parts import Code, Drawing, Grid, Line, Part, Section
 
 STYLE = """
@@ -94,11 +92,6 @@ def page(title: str, parts: Sequence[Part]) -> str:
         f'<body><main class="nmm"><h1>{html.escape(title)}</h1>\n{body}\n'
         f"</main>{opener}</body></html>\n"
     )
-
-
-def write_page(title: str, parts: Sequence[Part], path: str | Path) -> Path:
-    """Write `page` to `path`, whole or not at all; return the path. Raises OutputError."""
-    return write_text(path, [page(title, parts)])
 
 
 def _body(parts: Sequence[Part]) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from nmm_compiler.report.page import as_html, write_page
+from nmm_compiler.outputs import write_text
+from nmm_compiler.report.page import as_html, page
 from nmm_compiler.report.parts import Part
 from nmm_compiler.report.text import as_text
 
@@ -36,4 +37,4 @@ class Shown:
 
         Raises OutputError when it cannot be written.
         """
-        return write_page(type(self).__name__, self.page_parts(), path)
+        return write_text(path, page(type(self).__name__, self.page_parts()))
