@@ -57,26 +57,17 @@ def demo(
         "more if the best form has a branch, which is fitted to data"
     )
     let_threads_sleep()  # two processes share the cores
+    dense = next(iter(forms))
     # Predictions need shapes only: a second process makes them while the model is loaded.
     spawn = multiprocessing.get_context("spawn")
     quiet = functools.partial(warnings.simplefilter, "ignore", CacheWarning)  # said here, too
-    with concurrent.futures.ProcessPoolExecutor(1, spawn, quiet) as beside:
-        return _run(form, forms, target, beside, started)
-
-
-def _run(
-    form: str | None,
-    forms: dict[str, Any],
-    target: str,
-    beside: concurrent.futures.Executor,
-    started: float,
-) -> values.Answer:
-    """Run the flow, which started at a time; return its figures and its table."""
-    from nmm_compiler.lowrank_models.apply import compress
-
-    dense = next(iter(forms))
-    with steps(f"loading {models.LANGUAGE_MODEL}") as step:
+    with (
+        concurrent.futures.ProcessPoolExecutor(1, spawn, quiet) as beside,
+        steps(f"loading {models.LANGUAGE_MODEL}") as step,
+    ):
         plan = beside.submit(predicted_forms, models.LANGUAGE_MODEL, tuple(forms), target)
+        from nmm_compiler.lowrank_models.apply import compress
+
         model, tokenizer = models.language_model()
         model = model.bfloat16()
         text, held_out = manual_split()
