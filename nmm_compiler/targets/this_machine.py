@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -124,7 +124,4 @@ def number(value: Any) -> float | None:
     """Return a value of a JSON file as a finite number, or None where it is none."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    try:
-        return float(value) if math.isfinite(value) else None
-    except OverflowError:
-        return None
+    return float(value) if abs(value) <= sys.float_info.max else None  # False of NaN
