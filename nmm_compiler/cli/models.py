@@ -157,7 +157,7 @@ def named_in_file(
 ) -> Any:
     """Run the file of FILE.py:name and return what the name stands for."""
     if not _python_file(name):
-        raise UnknownNameError(kind, name, ["FILE.py:name"])
+        raise UnknownNameError(kind, name, ["FILE.py:name, of a file that is there"])
     file, _, attribute = name.rpartition(":")
     with foreign(name, "it raised"):
         module = run(file)
