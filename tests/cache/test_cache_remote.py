@@ -84,8 +84,7 @@ def _put(url, data):
 
 def test_push_is_explicit_and_reading_goes_through(tmp_path, url):
     source = _filled(tmp_path, url)
-    assert source.push() == 3
-    assert source.push() == 0
+    assert (source.push(), source.push()) == (3, 0)
     build = Builder()
     reader = Store(tmp_path / "b", remote=url, check=accept)
     entry = reader.get_or_build(key_of(1), build)

@@ -52,12 +52,6 @@ def test_every_kernel_that_a_time_is_made_of_is_proved():
     assert {name for line in lines for name in line.partition(";")[0].split(" + ")} == proved
 
 
-def letters(text, return_tensors):
-    """Return a text's bytes as tokens."""
-    torch = pytest.importorskip("torch")
-    return {"input_ids": torch.tensor([[byte % 64 for byte in text.encode()]])}
-
-
 @pytest.mark.parametrize(
     ("form", "target"),
     [("fp8+32", "trn2"), pytest.param("mxfp4+32", "trn3", marks=pytest.mark.long)],
@@ -72,6 +66,10 @@ def test_every_step_is_checked(form, target, monkeypatch, nmm):
     )  # fmt: skip
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config).eval()
+
+    def letters(text, return_tensors):
+        return {"input_ids": torch.tensor([[byte % 64 for byte in text.encode()]])}
+
     monkeypatch.setattr(demo.models, "language_model", lambda: (copy.deepcopy(model), letters))
     # An executor that works here: nothing is imported twice.
     here = lambda *count, **more: contextlib.nullcontext(Executor())  # noqa: E731

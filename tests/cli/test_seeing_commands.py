@@ -184,8 +184,9 @@ def test_a_last_column_that_does_not_fit_is_below_its_row(width):
 
 def test_a_sentence_is_broken_between_words_and_a_path_never(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "40")
-    said = "2 kernels: 2 built, 0 were in the cache; 11.1 s; cache: /home/you/.cache"
-    Answer({}, [Line(said)]).say(as_json=False)
+    Answer(
+        {}, [Line("2 kernels: 2 built, 0 were in the cache; 11.1 s; cache: /home/you/.cache")]
+    ).say(as_json=False)
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 40
     assert len(lines) == 2
