@@ -121,11 +121,10 @@ def _fault(node: ast.AST, modules: dict[str, str], bound: frozenset[str]) -> str
             return f"import of {wrong[0]}" if wrong else ""
         case ast.ImportFrom():
             return f"import from {node.module or '.'}"
-        case ast.Attribute():
-            if not _is_known(node, modules):
-                return f"attribute {node.attr}"
-            assigned = not isinstance(node.ctx, ast.Load)
-            return f"assignment to the attribute {node.attr}" if assigned else ""
+        case ast.Attribute() if not _is_known(node, modules):
+            return f"attribute {node.attr}"
+        case ast.Attribute(ctx=ast.Store() | ast.Del()):
+            return f"assignment to the attribute {node.attr}"
         case ast.Name(ctx=ast.Load()):
             return "" if node.id in bound else f"name {node.id}"
         case ast.FunctionDef() if (
@@ -139,21 +138,22 @@ def _fault(node: ast.AST, modules: dict[str, str], bound: frozenset[str]) -> str
             | ast.AugAssign(op=ast.Pow() | ast.LShift() | ast.MatMult())
         ):
             return f"the operator {type(node.op).__name__}"
-        case ast.BinOp() | ast.AugAssign():
-            operands = [node.left, node.right] if isinstance(node, ast.BinOp) else [node.value]
-            text = any(
-                isinstance(o, ast.Constant) and isinstance(o.value, (str, bytes)) for o in operands
-            )
-            repeated = isinstance(node.op, ast.Mult) and any(
-                isinstance(operand, _REPEATABLE) for operand in operands
-            )
-            return "arithmetic with a string or a list" if text or repeated else ""
+        case (
+            ast.BinOp(left=ast.Constant(value=str() | bytes()))
+            | ast.BinOp(right=ast.Constant(value=str() | bytes()))
+            | ast.AugAssign(value=ast.Constant(value=str() | bytes()))
+        ):
+            return "arithmetic with a string or a list"
+        case ast.BinOp(op=ast.Mult()) | ast.AugAssign(op=ast.Mult()) if any(
+            isinstance(operand, _REPEATABLE) for operand in ast.iter_child_nodes(node)
+        ):
+            return "arithmetic with a string or a list"
         case ast.Constant(value=int(value)) if abs(value) > _MAX_INTEGER:
             return "an integer of over 62 bits"
         case ast.FormattedValue(format_spec=ast.expr()):
             return "a format in a string"
         case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)) if name in _RANGES:
-            numbers = [a.value for a in node.args if isinstance(a, ast.Constant)]
+            numbers = (getattr(given, "value", None) for given in node.args)
             far = [n for n in numbers if isinstance(n, int) and n > MAX_RANGE]
             return f"a range of {far[0]}" if far else ""
     return "" if isinstance(node, _NODES) else type(node).__name__
