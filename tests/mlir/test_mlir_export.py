@@ -164,6 +164,7 @@ OPS = {
     "matmul": ([(32, 16), (32,)], {"w_layout": "col", "activation": "gelu_tanh"}),
     "lowrank_matmul_shared_x": ([[(16, 2), (16, 4)], [(2, 8), (4, 12)], [None, (12,)]], {}),
     "lowrank_matmul_shared_u": ([(16, 4), [(4, 8), (4, 12)], [None, (12,)]], {}),
+    "lowrank_matmul": ([(16, 4), (4, 8), *[None] * 6, (4, 8)], {}),
     "attention": ([(1, 1, 6, 16), (1, 1, 6, 16), (2, 6, 8)], {"rotates": "q", "window": 3}),
 }
 
