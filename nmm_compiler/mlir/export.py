@@ -93,9 +93,8 @@ def export_mlir(
         raise MissingPackageError("torch-mlir", "export to MLIR", "mlir")
     from nmm_compiler.mlir import lower
 
-    args, kwargs = arguments(example_inputs)
-    table = lower.DECOMPOSITIONS
-    program = _rewritten(model_or_graph, args, kwargs, dynamic_shapes, options, table)
+    inputs, table = (*arguments(example_inputs), dynamic_shapes), lower.DECOMPOSITIONS
+    program = _rewritten(model_or_graph, inputs, options, table)
     written = (kernels == "call") if sources is None else sources
     served = [
         (ExportedKernel.of(same, options, written), same)
@@ -131,21 +130,17 @@ def export_mlir(
     )
 
 
-def _rewritten(
-    model: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    dynamic_shapes: Any,
-    options: Options,
-    table: Mapping[Any, Any],
-) -> ExportedProgram:
-    """Trace the model, let the passes rewrite it, and return the new program, decomposed."""
+def _rewritten(model: Any, inputs: Any, options: Options, table: Any) -> ExportedProgram:
+    """Trace the model, let the passes rewrite it, and return the new program, decomposed.
+
+    inputs: the arguments of `export` behind the model.
+    """
     program = model
     if not isinstance(model, ExportedProgram):
-        program = _exported(model, args, kwargs, dynamic_shapes)
+        program = _exported(model, inputs)
     with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of torch.export's own
         graph = rewrite(program.module(check_guards=False), options=options).graph_module
-        program = _exported(graph, args, kwargs, dynamic_shapes, table)
+        program = _exported(graph, inputs, table)
     outputs = program.graph_signature.output_specs
     changed = [str(o.target or o.arg) for o in outputs if o.kind != OutputKind.USER_OUTPUT]
     if changed:
@@ -156,13 +151,7 @@ def _rewritten(
     return program
 
 
-def _exported(
-    model: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    dynamic_shapes: Any,
-    table: Mapping[Any, Any] | None = None,
-) -> ExportedProgram:
+def _exported(model: Any, inputs: Any, table: Any = None) -> ExportedProgram:
     """Return the model as an ExportedProgram, decomposed by a table; ModelError, with PyTorch's
     reason, if impossible."""
     if isinstance(model, torch.nn.Module) and any(
@@ -175,8 +164,8 @@ def _exported(
         )
     try:
         with torch.no_grad():
-            program = export(model, args, kwargs, dynamic_shapes)
-            return program if table is None else program.run_decompositions({**table})
+            program = export(model, *inputs)
+            return program if table is None else program.run_decompositions(table)
     except Exception as error:  # torch.export raises many types; the reason is passed on
         raise ModelError(
             f"torch.export cannot trace {type(model).__name__}: {error}\n"
@@ -204,7 +193,7 @@ def _arguments(program: ExportedProgram, weights: str) -> list[Argument]:
     return found
 
 
-def _body(call: KernelCall, table: Mapping[Any, Any]) -> fx.Graph:
+def _body(call: KernelCall, table: Any) -> fx.Graph:
     """Return the op's PyTorch reference for a call, as a graph of its tensors."""
 
     def reference(*tensors: Tensor) -> Any:

@@ -27,9 +27,6 @@ from nmm_compiler.ops.registration import DEFINITIONS
 from nmm_compiler.options import Options
 from nmm_compiler.records import Record
 
-_ANY_EXECUTOR = {"executor": "reference"}
-"""What serves a call is no part of it: an exported module has no executors."""
-
 
 def open_shape(tensor: Tensor) -> tuple[int | None, ...]:
     """Return the shape of a (fake) tensor; None for a size that is known at run time only."""
@@ -70,20 +67,19 @@ class KernelCall:
 
     def signature(self) -> str:
         """Return canonical JSON of everything that identifies the kernel, without the node."""
-
-        def described(node: fx.Node) -> str:
-            value = node.meta["val"]
-            return f"{open_shape(value)} {dtype_of(value)}"
-
-        parts = {"op": self.op} | pytree.tree_map_only(fx.Node, described, self.given)
-        return json.dumps(parts, sort_keys=True)
+        parts = pytree.tree_map_only(
+            Tensor, lambda tensor: f"{open_shape(tensor)} {dtype_of(tensor)}", self.values
+        )
+        return json.dumps({"op": self.op} | parts, sort_keys=True)
 
 
 def calls_of(graph: fx.Graph) -> list[KernelCall]:
     """Return the kernel calls of a graph in order."""
     named = ((node, lowering.op_name(node.target)) for node in graph.nodes)
-    return [
-        KernelCall(node, op, DEFINITIONS[op].bound(node.args, {**node.kwargs, **_ANY_EXECUTOR}))
+    return [  # of any executor: an exported module has none
+        KernelCall(
+            node, op, DEFINITIONS[op].bound(node.args, node.kwargs) | {"executor": "reference"}
+        )
         for node, op in named
         if op is not None
     ]
@@ -160,15 +156,9 @@ class ExportedKernel(Record):
 
     def attributes(self) -> dict[str, Any]:
         """Return the module's attributes of the kernel."""
-        found: dict[str, Any] = {
-            "op": self.op,
-            "family": self.family,
-            "spec": json.dumps(self.spec, sort_keys=True),
-            "operands": self.operands,
-            "target": self.target,
-            "x_layout": self.x_layout,
-            "out_layout": self.out_layout,
-        }
+        names = ("op", "family", "operands", "target", "x_layout", "out_layout")
+        found = {name: getattr(self, name) for name in names}
+        found["spec"] = json.dumps(self.spec, sort_keys=True)
         if self.sources:
             found["source"] = _one_or_all([source.file for source in self.sources])
             found["source_sha256"] = _one_or_all([source.sha256 for source in self.sources])
@@ -268,17 +258,17 @@ class MLIRModule:
         which, and no new file is left.
         """
         path = Path(path)
-        stem = path.name.removesuffix(".mlir") if path.suffix == ".mlir" else path.name
+        stem = path.name.removesuffix(".mlir")
         sources = path.parent / f"{stem}.kernels"
         wanted = {
             sources / source.file: source.text
             for kernel in self.kernels
             for source in kernel.sources
         }
+        if wanted:
+            sources.mkdir(exist_ok=True)
         manifest = json.dumps(self.manifest(sources.name), indent=2) + "\n"
         wanted[path.parent / f"{stem}.manifest.json"] = manifest
         wanted[path] = self.text
-        if any(kernel.sources for kernel in self.kernels):
-            sources.mkdir(exist_ok=True)
         outputs.write_all({place: outputs.utf8(text) for place, text in wanted.items()})
         return tuple(wanted)
