@@ -59,17 +59,11 @@ def rms_norm(h: Tensor, gain: Tensor, eps: float) -> Tensor:
     return (gain * scaled.to(h.dtype)).to(h.dtype)
 
 
-def product(x: Tensor, w: Tensor, layout: str, bias: Tensor | None, out_layout: str) -> Tensor:
-    """Return x [..., k] times w plus bias; "col" w is [n, k], a "col" result is a new [n, m]."""
-    if out_layout == "row":
-        if layout == "col":
-            return linear(x, w, bias)
-        return torch.matmul(x, w) if bias is None else linear(x, w.t(), bias)
-    stationary = w if layout == "col" else w.t()
-    moving = as_matrix(x).t()
-    if bias is None:
-        return torch.mm(stationary, moving)
-    return torch.addmm(bias.unsqueeze(1), stationary, moving)
+def product(x: Tensor, w: Tensor, layout: str, bias: Tensor | None = None) -> Tensor:
+    """Return x [..., k] times w plus bias; "col" w is [n, k]."""
+    if layout == "col":
+        return linear(x, w, bias)
+    return torch.matmul(x, w) if bias is None else linear(x, w.t(), bias)
 
 
 def normed(x: Tensor, said: Given) -> Tensor:
@@ -112,18 +106,16 @@ class ByTorch:
         h = x
         if len(weights) == 2:
             h = linear(x, weights[0]) if layouts[0] == "col" else torch.matmul(x, weights[0])
-        last, layout = weights[-1], layouts[-1]
-        if base is None and scale == 1.0 and layout == "col" and out_layout == "row":
-            return linear(h, last, bias)  # the case of most calls, without another Python call
+        plain = base is None and scale == 1.0
+        if plain and layouts[-1] == "col" and out_layout == "row":
+            return linear(h, weights[-1], bias)  # most calls, without another Python call
+        y = product(h, weights[-1], layouts[-1], bias if plain else None)
         if base is not None:
-            low = product(h, last, layout, None, out_layout)
-            return torch.add(product(x, *base, bias, out_layout), low, alpha=scale)
-        if scale == 1.0:
-            return product(h, last, layout, bias, out_layout)
-        y = product(h, last, layout, None, out_layout) * scale
-        if bias is None:
-            return y
-        return y + (bias if out_layout == "row" else bias.unsqueeze(1))
+            y = torch.add(product(x, *base, bias), y, alpha=scale)
+        elif not plain:
+            y = y * scale
+            y = y if bias is None else y + bias
+        return y if out_layout == "row" else as_matrix(y).t().contiguous()
 
 
 def lowrank_matmul(
