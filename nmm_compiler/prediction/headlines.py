@@ -25,6 +25,7 @@ from nmm_compiler.lowrank_models.meta_copies import without_data
 from nmm_compiler.lowrank_models.report import CompressionReport
 from nmm_compiler.options import Options
 from nmm_compiler.passes.result import calls_bring
+from nmm_compiler.prediction.meta_models import prepare
 from nmm_compiler.prediction.predict import predict
 from nmm_compiler.prediction.prices import Machine, price
 from nmm_compiler.prediction.walk import walk_graph
@@ -66,10 +67,11 @@ def _model_headline(
             if isinstance(copied, ModelError):
                 raise copied
         prompt = max((timed.tokens for timed in report.workload), default=512)
-        made = predict(after, report.target, prompt=prompt, dense=before, price="closed_form")
+        low, dense = (prepare(one, None, "bfloat16", 1) for one in (after, before))  # traced once
+        made = predict(low, report.target, prompt=prompt, dense=dense, price="closed_form")
         error = ERRORS["closed_form"]
         if not any(told_apart(gain, error) for gain in made.gain.values()):
-            made = predict(after, report.target, prompt=prompt, dense=before)
+            made = predict(low, report.target, prompt=prompt, dense=dense)
         return made.headline(quality)
 
     text, why = _said_or_why(said)

@@ -115,9 +115,9 @@ def dense_config(given: Any) -> Any:
 
 
 def as_given(given: Any) -> Any:
-    """Return a module as it is, else the transformers config of a config, a dict of its fields, a
-    path or a public name."""
-    if isinstance(given, nn.Module):
+    """Return a module, or what is prepared, as it is, else the transformers config of a config, a
+    dict of its fields, a path or a public name."""
+    if isinstance(given, (nn.Module, Prepared)):
         return given
     transformers = require_transformers("a model without its code")
     if isinstance(given, transformers.PreTrainedConfig):

@@ -110,7 +110,9 @@ def predict(
         wanted = f"at most {most} physical core{'s' * (most > 1)} for a logical one of {chip.name}"
         raise OptionTypeError("lnc", lnc, wanted)
     if dtype is None:  # a module's own, bfloat16 for what has none yet
-        parameters = model_or_config.parameters() if isinstance(model_or_config, nn.Module) else ()
+        prepared = isinstance(model_or_config, Prepared)
+        own = model_or_config.model.module if prepared else model_or_config
+        parameters = own.parameters() if isinstance(own, nn.Module) else ()
         first = next((p.dtype for p in parameters if p.is_floating_point()), torch.bfloat16)
         dtype = str(first).removeprefix("torch.")
     check_name("dtype", dtype, DTYPES)
@@ -151,10 +153,11 @@ def _prediction(
     named: the target, as given. A config's model is kept: a plan asks for it many times.
     """
     key = ""
-    if not isinstance(given, nn.Module) and inputs is None:
+    if not isinstance(given, (nn.Module, Prepared)) and inputs is None:
         config = {**given.to_dict(), "name_or_path": given.name_or_path}
         key = json.dumps([config, low, dtype, machine.tp], default=str, sort_keys=True)
-    prepared = _KEPT.get(key) or prepare(given, low, dtype, machine.tp)
+    kept = given if isinstance(given, Prepared) else _KEPT.get(key)
+    prepared = kept or prepare(given, low, dtype, machine.tp)
     if key:
         _KEPT[key] = prepared
     if len(_KEPT) > _KEPT_MOST:
