@@ -369,15 +369,16 @@ def plan(
     price: str = "simulated",
     routing: Sequence[float] | None = None,
     measured: Measured | None = None,
+    change: bool = True,
     jobs: int | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Plan:
     """Return predictions of every combination, of weights in each of these forms.
 
     forms: as `forms.py` names them; "bf16" is the model in `weights`, by default its dtype.
-    Of a single setting also what would change it. price, stack and
-    routing: as in `predict`. measured: the user's own figures of the first setting. jobs:
-    processes that simulate kernels, by default one for each core. progress: called with (what is
+    price, stack and routing: as in `predict`. measured: the user's own figures of the first
+    setting. change: of a single setting also predict what would change it. jobs: processes that
+    simulate kernels, by default one for each core. progress: called with (what is
     done now, how many are done, how many there are), of settings and then of kernels. A setting
     that cannot be predicted is in `refused`; raises ModelError when none can.
     """
@@ -408,7 +409,7 @@ def plan(
             raise ModelError(f"nothing could be predicted: {refused[0].reason}")
         told: tuple[Change, ...] = ()
         (form, base), *_ = made
-        if len(settings) == 1 and form == BF16:
+        if change and len(settings) == 1 and form == BF16:
             again = functools.partial(predicted, settings[0], BF16, price=price, last=True)
             told = changes(base, again, {p.ratio: p for _, p in made if p.ratio is not None})
         rate = machine_target(base.target).memory_bytes_per_second * lnc
