@@ -25,7 +25,9 @@ GPT_OSS = {
 
 
 def predicted(config, **setting):
-    return predict(config, "trn2", price="closed_form", prompt=16, context=64, **setting)
+    """Return the prediction of a token: no test asks for the prompt."""
+    given = {"price": "closed_form", "prompt": 16, "context": 64, "last": True}
+    return predict(config, "trn2", **given, **setting)
 
 
 def expert_line(prediction):
@@ -37,7 +39,8 @@ def expert_line(prediction):
 def test_a_plan_prices_experts_in_every_form(config):
     # of bf16 first, what would change it is predicted, too
     forms = ("fp8", "bf16", "mxfp4", "mxfp4+32", "lowrank:0.2")
-    made = plan(config, targets=("trn3",), price="closed_form", prompts=(16,), forms=forms)
+    sizes = {"prompts": (16,), "contexts": (64,)}
+    made = plan(config, targets=("trn3",), price="closed_form", **sizes, forms=forms)
     lines = {one.form: expert_line(one) for one in made.predictions}
     assert set(lines) == set(forms)
     moved = {form: line.bytes_us for form, line in lines.items()}
@@ -51,12 +54,11 @@ def test_a_plan_prices_experts_in_every_form(config):
 
 def test_low_rank_experts_are_shared_out_whole():
     """The first factors of a share of the features would be on every core."""
-    few = QWEN | {"num_experts": 8, "num_hidden_layers": 1}
-    one, four = (expert_line(predicted(few, tp=tp, ratio=0.2)) for tp in (1, 4))
-    assert "g2 " in four.what
+    one, four = (expert_line(predicted(QWEN, tp=tp, ratio=0.2)) for tp in (1, 4))
+    assert "g4 " in four.what
     assert four.bytes_us < 0.3 * one.bytes_us
     with pytest.raises(ModelError, match="low-rank and another is not"):
-        predicted(few, ratio=0.2, include=["*experts.down_proj*"])
+        predicted(QWEN, ratio=0.2, include=["*experts.down_proj*"])
 
 
 def test_shared_experts_are_summed_over_the_cores_with_the_chosen_ones():
@@ -132,8 +134,7 @@ def test_a_hybrid_whose_config_computes_the_kinds_of_its_layers_is_priced_whole(
         num_key_value_heads=2, vocab_size=1000, num_experts=4, attn_layer_period=2,
         attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1,
     )  # fmt: skip
-    # its state is computed a token after the other, and so traced
-    made = predict(config, "trn2", price="closed_form", prompt=2, context=4)
+    made = predicted(config)
     lines = made.phases[-1].lines
     assert {"kernel", "attention", "pointwise"} <= {line.kind for line in lines}
     assert [one.module.split(".")[2] for one in lines if ".experts" in one.module] == ["1", "3"]
