@@ -21,6 +21,7 @@ TINY = {
     "model_type": "llama", "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
     "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 64,
 }  # fmt: skip
+SHORT = {"prompts": (16,), "contexts": (16,), "price": "closed_form"}
 
 
 def made(us: dict[str, float], dense=None, **changes) -> ModelPrediction:
@@ -86,8 +87,8 @@ def test_a_gain_within_the_error_of_the_prices_is_not_told_apart(monkeypatch):
 
 
 def test_a_setting_that_cannot_be_had_is_named():
-    shown = plan(TINY, forms=("bf16", "lowrank:0.3"), prompts=(16,), contexts=(16,),
-                 targets=("trn2", "trn1"), weights="float8_e4m3", price="closed_form")  # fmt: skip
+    both = {"targets": ("trn2", "trn1"), "weights": "float8_e4m3"}
+    shown = plan(TINY, forms=("bf16", "lowrank:0.3"), **both, **SHORT)
     assert {p.target for p in shown.predictions} == {"trn2"}
     assert [one.setting.split()[0] for one in shown.refused] == ["trn1", "trn1"]
     assert "trn1" in str(shown)
@@ -171,7 +172,7 @@ def test_a_saved_low_rank_model_is_no_form_whose_quality_is_known(monkeypatch):
     saved = {**TINY, "quantization_config": {"quant_method": "nmm_lowrank", "ranks": ranks}}
     of_weights = lambda base: {k: v for k, v in settings(base).items() if "weights" in v}  # noqa: E731
     monkeypatch.setattr("nmm_compiler.prediction.plan.settings", of_weights)
-    shown = plan(saved, targets=("trn2",), forms=("bf16", "fp8"), price="closed_form")
+    shown = plan(saved, targets=("trn2",), forms=("bf16", "fp8"), **SHORT)
     assert [p.form for p in shown.predictions] == ["lowrank", "lowrank fp8"]
     assert shown.best_form("trn2") is None
     assert not any(change.name == "weights bf16" for change in shown.changes)
@@ -180,7 +181,7 @@ def test_a_saved_low_rank_model_is_no_form_whose_quality_is_known(monkeypatch):
 def test_of_equally_fast_forms_the_one_with_the_least_memory_is_taken(monkeypatch):
     """A tiny model's time is gaps: its weights gain nothing in any form."""
     monkeypatch.setattr("nmm_compiler.prediction.plan.changes", lambda *given: ())
-    shown = plan(TINY, targets=("trn2",), forms=("bf16", "fp8"), price="closed_form")
+    shown = plan(TINY, targets=("trn2",), forms=("bf16", "fp8"), **SHORT)
     assert [round(shown.over_first(p), 2) for p in shown.predictions] == [1.0, 1.0]
     assert shown.best_form("trn2") == "fp8"
 
