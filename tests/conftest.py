@@ -16,8 +16,8 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 gc.set_threshold(50_000, 20, 100)
 
 # The quick suite draws the same examples every time, so that a failure is the change's own;
-# `make test-long` draws new ones (--hypothesis-profile=default).
-settings.register_profile("quick", derandomize=True)
+# `make test-long` draws new ones, and more (--hypothesis-profile=default).
+settings.register_profile("quick", derandomize=True, max_examples=40)
 settings.load_profile("quick")
 
 

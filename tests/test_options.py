@@ -51,7 +51,7 @@ def _no_environment(monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(valid)
 def test_what_is_valid_is_taken_and_stays(given_options):
     options = Options.make(given_options)
@@ -64,7 +64,7 @@ def test_what_is_valid_is_taken_and_stays(given_options):
     assert hash(Options.make(given_options)) == hash(options)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(deadline=None)
 @given(st.dictionaries(st.sampled_from(sorted(FIELDS)), anything, max_size=4))
 def test_any_value_is_taken_or_refused_with_an_error_of_ours(given_options):
     try:
@@ -78,7 +78,7 @@ def test_any_value_is_taken_or_refused_with_an_error_of_ours(given_options):
     assert isinstance(hash(options), int)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(deadline=None)
 @given(st.one_of(st.text(), st.integers(), st.none(), st.tuples(st.text())), anything)
 def test_a_name_that_is_no_option_is_refused(name, value):
     if name in FIELDS:
@@ -140,7 +140,7 @@ def test_keywords_lie_over_the_rest():
 # What reaches a kernel
 
 
-@settings(max_examples=40, deadline=None)
+@settings(deadline=None)
 @given(valid)
 def test_call_options_bring_back_what_a_call_needs(given_options):
     options = Options.make(given_options)

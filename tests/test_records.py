@@ -50,7 +50,7 @@ plans = st.builds(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(deadline=None)
 @given(plans)
 def test_json_there_and_back(plan):
     again = Plan.from_json(plan.to_json())
@@ -62,7 +62,7 @@ def test_json_there_and_back(plan):
     assert Plan.from_dict(plan.to_dict()) == plan
 
 
-@settings(max_examples=80, deadline=None)
+@settings(deadline=None)
 @given(plans, plans)
 def test_digests_agree_exactly_when_records_do(a, b):
     assert (a.digest(64) == b.digest(64)) == (a.to_json() == b.to_json())
@@ -70,7 +70,7 @@ def test_digests_agree_exactly_when_records_do(a, b):
         assert a == b
 
 
-@settings(max_examples=50, deadline=None)
+@settings(deadline=None)
 @given(plans)
 def test_the_order_of_a_dict_does_not_matter(plan):
     turned = dataclasses.replace(plan, costs=dict(reversed(plan.costs.items())))

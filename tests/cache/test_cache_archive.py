@@ -168,7 +168,7 @@ def test_an_archive_cut_anywhere_or_flipped_anywhere(filled, tmp_path):
     assert refused > 100
 
 
-@settings(max_examples=150, deadline=None)
+@settings(deadline=None)
 @given(st.binary(max_size=2000))
 def test_noise_is_refused_with_an_error_of_ours(noise):
     with pytest.raises(CacheError):

@@ -111,7 +111,7 @@ def test_a_manifest_with_a_good_hash_and_bad_content_is_refused(change):
             read({k: v for k, v in good.items() if k != name})
 
 
-@settings(max_examples=200, deadline=None)
+@settings(deadline=None)
 @given(st.binary(max_size=400) | st.just(b"[" * 100_000 + b"]" * 100_000))
 def test_noise_is_never_a_manifest(noise):
     with pytest.raises(DamagedEntryError):

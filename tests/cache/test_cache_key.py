@@ -36,7 +36,7 @@ def test_digest_is_pinned():
     assert key.digest == hashlib.sha256(document).hexdigest()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(deadline=None)
 @given(entries)
 def test_same_entries_same_digest_in_any_order(data):
     backwards = dict(reversed(list(data.items())))
@@ -46,7 +46,7 @@ def test_same_entries_same_digest_in_any_order(data):
     assert Key.make(Key.make(data).to_dict()) == Key.make(data)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(deadline=None)
 @given(entries, entries)
 def test_digests_differ_exactly_when_a_name_differs(a, b):
     left, right = Key.make(a), Key.make(b)

@@ -48,7 +48,7 @@ def reached(weight, factors, a, g):
     return float(left.square().sum())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(
     n=st.integers(1, 24), k=st.integers(1, 24), share=st.floats(0, 1), seed=st.integers(0, 999),
     sides=st.sampled_from(["none", "inputs", "gradients", "both"]),

@@ -37,7 +37,7 @@ def dense(shapes):
 sizes = st.tuples(st.integers(20, 400), st.integers(20, 400))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(deadline=None)
 @given(
     dims=st.lists(sizes, min_size=1, max_size=6), ratio=st.floats(0.01, 0.95),
     align=st.sampled_from([1, 4, 16]),
@@ -101,7 +101,7 @@ def tails(seed, size):
     return [sum(values[i:]) for i in range(size + 1)]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(deadline=None)
 @given(
     dims=st.lists(st.tuples(st.integers(8, 24), st.integers(8, 24)), min_size=2, max_size=3),
     ratio=st.floats(0.05, 0.7), seed=st.integers(0, 99),

@@ -317,7 +317,7 @@ def products(dtype, double, shapes):
     """ for k, m, n, turns, onezero in shapes)).trace  # fmt: skip
 
 
-@settings(max_examples=80, deadline=None)
+@settings(deadline=None)
 @given(
     st.builds(
         products,

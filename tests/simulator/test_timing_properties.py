@@ -65,7 +65,7 @@ def no_overlap(spans):
     return all(a[1] <= b[0] + TINY for a, b in itertools.pairwise(sorted(spans)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(programs(), st.sampled_from(TARGETS), st.booleans())
 def test_dependences_hold(trace, target, reorder):
     timeline = time_trace(trace, target, reorder=reorder)
@@ -89,7 +89,7 @@ def test_dependences_hold(trace, target, reorder):
                 assert begin >= least - TINY
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(programs(), st.sampled_from(TARGETS), st.booleans())
 def test_nothing_does_two_things_at_once(trace, target, reorder):
     timeline = time_trace(trace, target, reorder=reorder)
@@ -119,7 +119,7 @@ def test_nothing_does_two_things_at_once(trace, target, reorder):
         )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(programs(), st.sampled_from(TARGETS))
 def test_totals_add_up(trace, target):
     timeline = time_trace(trace, target)
@@ -139,7 +139,7 @@ def test_totals_add_up(trace, target):
         assert busy <= timeline.latency_us + TINY, engine
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(programs(), st.sampled_from(TARGETS), st.data())
 def test_nothing_crosses_the_edge_of_a_turn(trace, target, data):
     """All that comes before an edge has ended when the first instruction behind it starts."""
@@ -166,7 +166,7 @@ def access(start, dims):
     return Access(1, "hbm", 0, 1, start, last + 2, tuple(dims), "bfloat16", 2)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(deadline=None)
 @given(regions, regions)
 def test_overlap_is_exact(first, second):
     """Against the sets of bytes, for patterns of up to three dimensions."""
@@ -174,7 +174,7 @@ def test_overlap_is_exact(first, second):
     assert overlaps(a, b) == meets(a, b)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(deadline=None)
 @given(st.lists(turned, min_size=1, max_size=9))
 def test_a_byte_that_is_touched_twice_counts_once(several):
     """Rows that are read again and again, and backwards, too."""
@@ -182,7 +182,7 @@ def test_a_byte_that_is_touched_twice_counts_once(several):
     assert distinct_bytes(accesses) == len(set().union(*map(touched, accesses)))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(deadline=None)
 @given(st.data())
 def test_accesses_are_found_and_forgotten_among_many(data):
     """Mostly tiles of one grid, in HBM or on chip; also rows, elements, columns, strided ones.
@@ -230,7 +230,7 @@ def _inside(old, new):
     return new.byte_start == old.byte_start and new.pattern == old.pattern
 
 
-@settings(max_examples=100, deadline=None)
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 50), st.floats(0.01, 5)), max_size=60))
 def test_work_takes_the_first_gap_that_is_long_enough(work):
     """Against a walk over all gaps; those of 0.02 us and less are not kept."""
