@@ -54,7 +54,6 @@ from nmm_compiler.ops.lower import (
     op_name,
     tokens,
 )
-from nmm_compiler.ops.operands import of_each
 from nmm_compiler.ops.references import as_matrix
 from nmm_compiler.options import Options
 from nmm_compiler.passes.graph.read_graph import local_part
@@ -96,7 +95,7 @@ def nmm(
     chosen = Options.make(options, **more)
     sharding.register_when_used(registration.RULES)
     work = Compilation(gm, example_inputs, chosen)
-    check_mode(mode, work.inner)
+    patches = patches_of(mode, work.inner)
     with work.phase("passes"):
         rewritten = rewrite(work)
     with work.phase("kernels"):
@@ -104,10 +103,11 @@ def nmm(
             with work.tried("kernels were not built", "calls build them when they run"):
                 _build_kernels(work, rewritten)
     with work.phase("inner"):
-        compiled = _compile_inner(work, rewritten, mode)
+        compiled = _compile_inner(work, rewritten, patches)
     report = work.report()
     if ahead_of_time.is_wanted():
-        compiled = ahead_of_time.AheadOfTime.of(compiled, work.compiled_graph, chosen, report)
+        graph = rewritten if report.fallback is None else gm
+        compiled = ahead_of_time.AheadOfTime.of(compiled, graph, chosen, report)
     elif work.unverified is not None:
         compiled = _verified_at_first_call(work.unverified, compiled)
     publish(report, chosen, work.gm, rewritten)
@@ -137,7 +137,6 @@ class Compilation:
         self.notes: list[str] = []
         self.phases_ms: dict[str, float] = {}
         self.unverified: Any = None
-        self.compiled_graph = gm
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -147,34 +146,30 @@ class Compilation:
         self.phases_ms[name] = round(1e3 * (time.perf_counter() - start), 3)
 
     @contextlib.contextmanager
-    def tried(self, what: str, follows: str = "") -> Iterator[None]:
+    def tried(self, what: str, follows: str = "", *, left: bool = False) -> Iterator[None]:
         """Note a fault of the block, which must not fail the compilation; raise under strict.
 
-        follows: what happens then, for a warning; "" gives none.
+        follows: what happens then, for a warning; "" gives none. left: the graph then goes to the
+        inner backend as it was.
         """
         try:
             yield
-        except TO_MEND:
+        except (*TO_MEND, UnknownNameError):
             raise
-        except Exception as error:  # a fault of ours, which the note names
+        except Exception as error:  # a fault of ours, which the report names
             if self.options.strict:
                 raise
-            note = f"{what}: {type(error).__name__}: {error}"
-            self.notes.append(note)
+            fault = f"{what}: {type(error).__name__}: {error}"
+            if left:
+                self.said |= {"fallback": fault, "chains": 0, "matches": ()}
+                follows = (
+                    f"the graph goes to {self.inner!r} as it was, and options={{'strict': True}} "
+                    "gives the traceback"
+                )
+            else:
+                self.notes.append(fault)
             if follows:
-                warnings.warn(f"nmm: {note}; {follows}", stacklevel=2)
-
-    def give_up(self, stage: str, error: Exception) -> None:
-        """Note that the graph stays as it is and warn; raise under strict."""
-        if self.options.strict:
-            raise error
-        fallback = f"{stage} failed with {type(error).__name__}: {error}"
-        self.said |= {"fallback": fallback, "chains": 0, "matches": ()}
-        warnings.warn(
-            f"nmm: {fallback}. The graph goes to {self.inner!r} as it was; pass "
-            "options={'strict': True} for the traceback",
-            stacklevel=2,
-        )
+                warnings.warn(f"nmm: {fault}; {follows}", stacklevel=2)
 
     def note_kernel(self, kernel: Any, calls: int, origin: str, backward: int) -> None:
         """Note a kernel that the graph calls, for the report."""
@@ -213,13 +208,11 @@ def rewrite(work: Compilation) -> fx.GraphModule:
     from nmm_compiler.passes import pipeline
     from nmm_compiler.passes.verify import is_real
 
-    try:
+    result = None
+    with work.tried("the passes failed", left=True):
         options = dataclasses.replace(work.options, verify=False)
         result = pipeline.run(work.gm, work.example_inputs, options)
-    except (*TO_MEND, UnknownNameError):
-        raise
-    except Exception as error:  # a fault in a pass must not break the user's model
-        work.give_up("the passes", error)
+    if result is None:
         return work.gm
     found = result.matches
     for match in found:
@@ -301,8 +294,7 @@ def _build_kernels(work: Compilation, rewritten: fx.GraphModule) -> None:
     by_torch: Counter[str] = Counter()
     for node in _calls_of_matches(rewritten):
         with work.tried(f"no kernel for {node.name}"):  # it runs in PyTorch
-            called = graph_call(node, meta_value)
-            assert called is not None
+            called: Any = graph_call(node, meta_value)
             counts.update(_specs(work, called))
             after, products = _backward(called)
             for call in after:
@@ -387,16 +379,12 @@ def _size(size: Any) -> int | None:
 
 
 def _compile_inner(
-    work: Compilation, rewritten: fx.GraphModule, mode: str | None
+    work: Compilation, rewritten: fx.GraphModule, patches: Any
 ) -> Callable[..., Any]:
-    if rewritten is not work.gm:
-        work.compiled_graph = rewritten
-        try:
-            return compile_inner(work.inner, rewritten, work.example_inputs, mode)
-        except Exception as error:  # our ops may be the cause: compile the original graph
-            work.give_up(f"inner backend {work.inner!r} on the rewritten graph", error)
-    work.compiled_graph = work.gm
-    return compile_inner(work.inner, work.gm, work.example_inputs, mode)
+    if rewritten is not work.gm:  # our ops may be the cause of a fault
+        with work.tried(f"inner backend {work.inner!r} on the rewritten graph failed", left=True):
+            return compile_inner(work.inner, rewritten, work.example_inputs, patches)
+    return compile_inner(work.inner, work.gm, work.example_inputs, patches)
 
 
 def inner_name(inner: str, example_inputs: Sequence[Any]) -> str:
@@ -414,10 +402,13 @@ def inner_name(inner: str, example_inputs: Sequence[Any]) -> str:
     return _inner_of_cpu() if devices <= {"cpu"} else "inductor"
 
 
-def check_mode(mode: str | None, inner: str) -> None:
-    """Refuse a mode of torch.compile that would not be used: UnknownNameError, OptionTypeError."""
+def patches_of(mode: str | None, inner: str) -> Any:
+    """Return what a mode of torch.compile changes in inductor's settings.
+
+    Raises UnknownNameError, OptionTypeError for a mode that would not be used.
+    """
     if mode is None:
-        return
+        return None
     import torch._inductor
 
     known = list(torch._inductor.list_mode_options())
@@ -429,6 +420,7 @@ def check_mode(mode: str | None, inner: str) -> None:
             "graph; to have ours take longer for better kernels, pass options={'rules': "
             "['+simulated']} or run nmm build --search"
         )  # fmt: skip
+    return torch._inductor.list_mode_options(mode)
 
 
 @functools.cache
@@ -450,22 +442,18 @@ def _inner_of_cpu() -> str:
 
 
 def compile_inner(
-    name: str, gm: fx.GraphModule, example_inputs: Sequence[Any], mode: str | None = None
+    name: str, gm: fx.GraphModule, example_inputs: Sequence[Any], patches: Any
 ) -> Callable[..., Any]:
-    """Compile `gm` with the backend `name`.
+    """Compile `gm` with the backend `name`; patches: of inductor's settings.
 
     Raises torch's InvalidBackend for an unknown name, and what the backend raises.
     """
     backend = lookup_backend(name)
     if name != "inductor":
         return backend(gm, example_inputs)  # type: ignore[arg-type]
-    import torch._inductor
-
     _decompose_in_inductor()
-    patches = None if mode is None else torch._inductor.list_mode_options(mode)
-    tag = f"{torch.compiler.config.cache_key_tag}{_CACHE_TAG}" if calls_of(gm) else None
     config: Any = torch.compiler.config
-    with config.patch(cache_key_tag=tag) if tag else contextlib.nullcontext():
+    with config.patch(cache_key_tag=f"{config.cache_key_tag}{_CACHE_TAG}"):
         return backend(gm, example_inputs, config_patches=patches)  # type: ignore[call-arg, arg-type]
 
 
@@ -484,11 +472,6 @@ def calls_of(gm: fx.GraphModule) -> list[fx.Node]:
     ]
 
 
-def _as_col(y: Tensor) -> Tensor:
-    """Return a row result [..., n] as [n, m]."""
-    return as_matrix(y).t()
-
-
 @functools.cache
 def _decompose_in_inductor() -> None:
     """Register, once, what inductor puts in place of our ops.
@@ -502,16 +485,11 @@ def _decompose_in_inductor() -> None:
         def run(*args: Any, **kwargs: Any) -> Any:
             if not registration.is_reference(kwargs.get("executor", "reference"), args[0]):
                 return NotImplemented
-            layout, layouts = kwargs.get("out_layout", "row"), kwargs.get("out_layouts")
-            if layout == "row" and layouts is None:
-                return reference(*args, **kwargs)
-            rows = {**kwargs, "out_layout": "row"}
-            rows.pop("out_layouts", None)
-            out = reference(*args, **rows)
-            if not isinstance(out, list):
-                return _as_col(out)
-            each = zip(out, of_each(kwargs, "out_layouts", layout, len(out)), strict=True)
-            return [_as_col(y) if way == "col" else y for y, way in each]
+            layout, layouts = kwargs.pop("out_layout", "row"), kwargs.pop("out_layouts", None)
+            rows = reference(*args, **kwargs)
+            each = zip(tree_leaves(rows), itertools.cycle(layouts or [layout]), strict=False)
+            made = [as_matrix(y).t() if way == "col" else y for y, way in each]
+            return made if isinstance(rows, list) else made[0]
 
         return run
 

@@ -31,13 +31,13 @@ from nmm_compiler.backend.compile_graph import Compilation, calls_of, meta_value
 from nmm_compiler.backend.report import publish
 from nmm_compiler.codegen.build_many import fill_cache
 from nmm_compiler.codegen.emitted_file import with_static_argument
-from nmm_compiler.errors import NeuronSetupError, NmmError
+from nmm_compiler.errors import NeuronSetupError
 from nmm_compiler.ops.launches import Launch
 from nmm_compiler.ops.lower import GraphCall, graph_call, lower
 from nmm_compiler.options import Options
 from nmm_compiler.passes.pipeline import copy_graph
 from nmm_compiler.runtime import neuron
-from nmm_compiler.runtime.kernels import KERNELS, NoKernelError
+from nmm_compiler.runtime.kernels import KERNELS
 
 BACKENDS = (
     "vllm_neuron",
@@ -103,20 +103,16 @@ def _lowered(work: Compilation, gm: fx.GraphModule) -> fx.GraphModule:
     """Return a copy of the graph with kernels in place of our ops, or the original where one has
     none; the report predicts the graph with our ops."""
     gm, options = copy_graph(gm)[0], work.options
-    try:
+    with work.tried("lowering to kernels failed", left=True):
         calls = {node: lower(*_call(node), lnc=options.lnc) for node in calls_of(gm)}
         specs = [launch.spec for launch in calls.values()]
         missing = fill_cache(specs, options.target, options=options)
         for node, launch in calls.items():
             _replace(work, gm, node, launch, "built" if launch.spec in missing else "cache")
-    except (NmmError, NoKernelError) as error:
-        if options.strict or isinstance(error, NeuronSetupError):
-            raise
-        work.give_up("lowering to kernels", error)
-        return work.gm
-    gm.graph.lint()
-    gm.recompile()
-    return gm
+        gm.graph.lint()
+        gm.recompile()
+        return gm
+    return work.gm
 
 
 def _call(node: fx.Node) -> GraphCall:

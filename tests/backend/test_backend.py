@@ -83,8 +83,8 @@ def test_a_fault_in_the_passes_leaves_the_graph_as_it_was_with_one_warning(monke
     with warnings.catch_warnings(record=True, action="always") as caught:
         check(model, x, chains=0)
     assert [str(w.message) for w in caught if "nmm" in str(w.message)] == [
-        "nmm: the passes failed with ZeroDivisionError: a fault in a pass. The graph goes to "
-        "'capture' as it was; pass options={'strict': True} for the traceback"
+        "nmm: the passes failed: ZeroDivisionError: a fault in a pass; the graph goes to "
+        "'capture' as it was, and options={'strict': True} gives the traceback"
     ]
     assert not any(t.startswith("nmm.") for t in targets(captured[0]))
     assert "a fault in a pass" in backend.last_report().fallback
