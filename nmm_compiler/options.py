@@ -8,7 +8,6 @@ change an emitted kernel, and so belong to the cache key; all others must not.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
 import re
 import types
@@ -64,11 +63,11 @@ class Values:
     test: Callable[[Any], object] | None = None
     names: tuple[str, ...] = ()
 
-    def take(self, value: Any) -> bool:
+    def take(self, value: Any) -> object:
         """Return whether a value of the right type is taken."""
         if value in self.names:
             return True
-        return not self.names if self.test is None else bool(self.test(value))
+        return not self.names if self.test is None else self.test(value)
 
 
 TargetName = Annotated[str, Values(names=TARGETS, test=lambda name: name.endswith(FILE))]
@@ -86,7 +85,7 @@ def check_fields(record: Any) -> None:
         name, value = field.name, getattr(record, field.name)
         if value is field.default:
             continue
-        kind, values = typing.get_args(Annotated[hints[name], Values()])[:2]  # the inner ones first
+        kind, values, *_ = typing.get_args(Annotated[hints[name], Values()])  # the inner one first
         right_type = is_of(value, kind)
         if right_type and (value is None or values.take(value)):
             continue
@@ -128,7 +127,7 @@ def check_names(cls: type, given: Mapping[str, Any]) -> None:
 
 
 def _is_increasing(counts: tuple[int, ...]) -> bool:
-    return bool(counts) and counts[0] >= 1 and all(a < b for a, b in itertools.pairwise(counts))
+    return min(counts, default=0) > 0 and list(counts) == sorted({*counts})
 
 
 def _are_hashable(rules: tuple[Any, ...]) -> bool:
