@@ -152,8 +152,10 @@ def predicted_forms(name: str, forms: tuple[str, ...], target: str) -> tuple[Any
     from nmm_compiler.prices.kernel import noted_kernels
 
     with noted_kernels() as noted:
-        sizes = {"prompts": [_LENGTH], "contexts": [2 * _LENGTH]}
-        planned = plan(name, targets=[target], forms=forms, **sizes, change=False, jobs=1)
+        planned = plan(
+            name, targets=[target], forms=forms, prompts=[_LENGTH], contexts=[2 * _LENGTH],
+            change=False, jobs=1,
+        )  # fmt: skip
     return planned, list(dict.fromkeys(spec for spec, _ in noted))
 
 
