@@ -179,7 +179,8 @@ def make_spec(family: str, words: Sequence[str]) -> Any:
     for name in fields:
         read: Any = {"action": "append"} if name == "pairs" else {"type": _value}
         parser.add_argument(_flag(name), f"--{name}", nargs="?", const=True, **read)
-        parser.add_argument(_flag(f"no_{name}"), dest=name, action="store_const", const=False)
+        off = _flag(f"no_{name}"), f"--no_{name}"
+        parser.add_argument(*off, dest=name, action="store_const", const=False)
     try:
         given, others = parser.parse_known_args(words)
     except argparse.ArgumentError as error:  # a value behind --no-name
