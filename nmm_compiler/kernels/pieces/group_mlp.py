@@ -16,7 +16,7 @@ from .loads_and_stores import turn_rows
 from .mx import quantize_strip
 from .new_tiles import copied, loaded
 from .project import project_few
-from .records import Block, Epilogue, Left, Panel, Plan, Result, Term
+from .records import Block, Epilogue, Left, Panel, Result, Term, WeightPlan
 from .scales_and_biases import load_columns, load_spread
 from .sums import load_panel, make_columns, make_rows
 
@@ -196,7 +196,7 @@ def make_h(ups, downs, left, groups, s, operands, core, spec):
     return [h[0], h[1], h[2], q_sb]
 
 
-def project_group(strip, chunks, plan: Plan, second: Plan, rank, at: Block, spec):
+def project_group(strip, chunks, plan: WeightPlan, second: WeightPlan, rank, at: Block, spec):
     """Return p^T, [128, tiles of the rank, tokens], of a group's first factor."""
     p_sb = nl.ndarray((128, (rank + 127) // 128, at.tokens), dtype=strip.dtype, buffer=nl.sbuf)
     term = Term(Left(strip, None, "none"), None, plan)
@@ -250,7 +250,7 @@ def load_up(operands, one, n0, core, spec):
     return [both[0], both[1], v[0], v[1], u]
 
 
-def load_halves(matrix, scales, plan: Plan, first, columns, spec):
+def load_halves(matrix, scales, plan: WeightPlan, first, columns, spec):
     """Return the chunks of a panel of gate, and those of the same panel of up."""
     if plan.mx_bytes > 0 and spec.one_load:
         gate = load_outputs(matrix, scales, plan, 0, 2 * columns)
@@ -300,7 +300,7 @@ def load_down(operands, one, k0, core, spec):
     return [part, v, u]
 
 
-def load_outputs(weight, scales, plan: Plan, n0, columns):
+def load_outputs(weight, scales, plan: WeightPlan, n0, columns):
     """Return some outputs of a weight in SBUF, in chunks of the contraction."""
     term = Term(Left(None, None, "none"), weight, plan, scales)
     return load_panel(term, n0, columns, Block(0, 0, 0))

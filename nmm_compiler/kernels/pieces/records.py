@@ -42,7 +42,7 @@ class Left(nl.NKIObject):
 
 
 @dataclass
-class Plan(nl.NKIObject):
+class WeightPlan(nl.NKIObject):
     """The size of a weight, and how it arrives: fields of `Weight` in kernels/linear/layer.py."""
 
     k: int
@@ -68,7 +68,7 @@ class Term(nl.NKIObject):
 
     left: Left
     weight: object
-    plan: Plan
+    plan: WeightPlan
     weight_scales: object = None
     element: object = None
 
