@@ -385,18 +385,15 @@ class Unifier:
         place: dict[int | None, views.Dim] = {}
         for dim, theirs_dim in zip(mine, over, strict=True):
             axis = views.whole_axis(dim, shape)
-            real = tuple(a for a in theirs_dim if a.axis != views.BROADCAST)
-            if axis is None and (real or any(a.axis != views.BROADCAST for a in dim)):
+            if axis is None and any(a.axis != views.BROADCAST for a in (*dim, *theirs_dim)):
                 return
-            if axis is not None and len(real) != len(theirs_dim):
-                return  # the graph repeats what the pattern has in full
             place[axis] = views.coalesce(theirs_dim)
         if {*place} - {None} != {*range(len(shape))}:
             return
         dims = tuple(place[axis] for axis in range(len(shape)))
         sizes = dict(enumerate(self.c.sizes(other)))
         if views.invert(dims, views.identity(views.shape_of(dims)), sizes) is None:
-            return  # other than all of the graph's value
+            return  # other than all of the graph's value, or a repeated one
         if not isinstance(self.p.forms[base], Leaf):  # a parameter leaves its views to the graph
             found = dataclasses.replace(found, nodes=found.nodes | covered(self.c, theirs, [other]))
         yield from self._value(base, other, dims, found)

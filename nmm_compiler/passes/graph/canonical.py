@@ -39,24 +39,20 @@ class Virtual:
     its tensor.
     """
 
-    __slots__ = ("attribute", "dtype", "label", "owner", "shape", "tensor")
+    __slots__ = ("attribute", "dtype", "name", "owner", "shape", "tensor")
 
     def __init__(
         self,
         owner: fx.Node,
         label: str,
         shape: tuple[Size, ...],
-        dtype: torch.dtype,
+        dtype: torch.dtype | None,
         attribute: str | None = None,
         tensor: torch.Tensor | None = None,
     ) -> None:
-        self.owner, self.label, self.shape, self.dtype = owner, label, shape, dtype
+        self.owner, self.name = owner, f"{owner.name}.{label}"
+        self.shape, self.dtype = shape, dtype
         self.attribute, self.tensor = attribute, tensor
-
-    @property
-    def name(self) -> str:
-        """Return the owner's name with the name of this part."""
-        return f"{self.owner.name}.{self.label}"
 
     def __repr__(self) -> str:
         return self.name
@@ -380,9 +376,7 @@ class Canonical:
 
     def virtual(self, owner: fx.Node, label: str, form: Form, shape: tuple[Size, ...]) -> Virtual:
         """Add an intermediate value of `owner`."""
-        dtype = self.dtype(owner)
-        assert dtype is not None
-        key = Virtual(owner, label, shape, dtype)
+        key = Virtual(owner, label, shape, self.dtype(owner))
         self.virtuals.setdefault(owner, []).append(key)
         self.define(key, form, shape)
         return key
@@ -415,10 +409,8 @@ class Canonical:
         """Add a rearrangement of `source` inside of `owner`."""
         base, inner = self.views[source]
         composed = views.compose(dims, inner)
-        dtype = self.dtype(source)
         assert composed is not None
-        assert dtype is not None
-        key = Virtual(owner, label, views.shape_of(dims), dtype)
+        key = Virtual(owner, label, views.shape_of(dims), self.dtype(source))
         self.note_view(key, source, (base, composed))
         return key
 

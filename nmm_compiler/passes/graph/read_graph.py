@@ -799,7 +799,8 @@ def read_graph(
     own = {n for n in leaves if _is_stored(c, n)}
     held = any(_is_matrix(c, n) or c.dtype(n) == torch.uint8 for n in own)  # blocks are bytes
     c.inputs_are_weights = not held and not any(p.dim() > 1 for p in module.parameters())
-    c.input_matrices = {n for n in leaves if n not in own and _is_matrix(c, n, most=2)}
+    given = (n for n in leaves if n not in own and len(c.sizes(n)) == 2)
+    c.input_matrices = {n for n in given if _is_matrix(c, n)}
     sweep(c)
     return c
 
@@ -825,11 +826,9 @@ def _is_stored(c: Canonical, node: fx.Node) -> bool:
     return c.given.get(name, named or isinstance(c.values.get(node), nn.Parameter))
 
 
-def _is_matrix(c: Canonical, node: fx.Node, most: int | None = None) -> bool:
+def _is_matrix(c: Canonical, node: fx.Node) -> bool:
     value = c.tensor(node)
-    if value is None or not value.is_floating_point():
-        return False
-    return value.dim() >= 2 and (most is None or value.dim() <= most)
+    return value is not None and value.is_floating_point() and value.dim() >= 2
 
 
 # -- one node ---------------------------------------------------------------------------------

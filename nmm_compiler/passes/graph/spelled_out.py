@@ -239,8 +239,6 @@ def _with_vector(
     along = views.expand(dims, c.sizes(node))
     if along is None or along[-1:] != c.whole(base) or c.dtype(vector) != c.dtype(node):
         return None
-    if any(atom.axis != views.BROADCAST for dim in along[:-1] for atom in dim):
-        return None
     own, offset = c.forms[base], 0.0
     if isinstance(own, Add) and isinstance(own.b, float) and own.alpha == own.beta == 1.0:
         offset, base = own.b, c.base(own.a)[0]
