@@ -4,9 +4,9 @@ Shapes come from metadata, so a `view(-1)` never needs arithmetic. An operation 
 values (eval dropout, no-op casts, copies, identities) is a view that rearranges nothing.
 
 `TABLE`: canonical name of an operation -> how to read it as a form or a view.
-A handler gets the graph read so far, the node, the name of its operation, and those arguments that
-it has parameters for (`ALIASES` has torch's other names of these): `_TENSORS` are tensors, and the
-result has the shape and dtype of `like`. It returns a form, (source, dims) when the call only
+A handler gets the graph read so far, the node, and those arguments that it has parameters for
+(`ALIASES` has torch's names of these; `name` is that of the operation): `_TENSORS` are tensors, and
+the result has the shape and dtype of `like`. It returns a form, (source, dims) when the call only
 rearranges its source, or None when this use of the operation is not understood. `read_module` reads
 the modules that `symbolic_trace` leaves as calls.
 
@@ -75,15 +75,14 @@ from nmm_compiler.passes.graph.written import memory_of
 
 Handler = Callable[..., Result]
 _TENSORS = frozenset({"source", "other", "mat1", "like"})
-# What parameters of torch are called here, where a handler has none of the same name.
+_FIRST = ("input", "self", "a", "x", "local_tensor")
+# What torch calls the parameters of handlers, beside the names that these have here.
 ALIASES: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("input", "self", "a", "x", "local_tensor"), ("source", "like", "one")),
-    **dict.fromkeys(("weight", "b", "mat2", "batch2", "vec", "tensor"), ("other",)),
-    **dict.fromkeys(("batch1", "mat"), ("mat1",)),
-    **dict.fromkeys(("min", "threshold"), ("low",)),
-    **dict.fromkeys(("max", "value"), ("high",)),
-    "axis": ("dim",), "key": ("index",), "train": ("training",), "dims_self": ("dims",),
-    "offset": ("diagonal",), "tensors": ("operands",), "matrices": ("tensors",), "other": ("two",),
+    "source": _FIRST, "like": _FIRST, "one": _FIRST, "two": ("other",),
+    "other": ("weight", "b", "mat2", "batch2", "vec", "tensor"), "mat1": ("batch1", "mat"),
+    "low": ("min", "threshold"), "high": ("max", "value"), "dim": ("axis",), "index": ("key",),
+    "training": ("train",), "dims": ("dims_self",), "diagonal": ("offset",),
+    "operands": ("tensors",), "tensors": ("matrices",),
 }  # fmt: skip
 
 
@@ -94,17 +93,17 @@ def read_call(
     handler = TABLE.get(name)
     if handler is None:
         return None
-    names = signature(handler)[3:]
+    names = signature(handler)[2:]
     given = dict(zip(names, args, strict=False))
-    for keyword, value in kwargs.items():
-        own = next((one for one in (keyword, *ALIASES.get(keyword, ())) if one in names), None)
+    for keyword, value in {**kwargs, "name": name}.items():
+        own = next((one for one in names if keyword in (one, *ALIASES.get(one, ()))), None)
         if own is not None:
-            given.setdefault(own, value)
+            given[own] = value
     if not all(_is_tensor(c, given.get(one)) for one in names if one in _TENSORS):
         return None
     if "like" in names and not _kept(c, given["like"], node):
         return None
-    return handler(c, node, name, **given)
+    return handler(c, node, **given)
 
 
 LARGEST_ELEMENTS = 1 << 26  # of a value that is computed to be read: 8192 queries and keys
@@ -171,19 +170,19 @@ def _number(value: Any) -> bool:
     return isinstance(value, (int, float)) and math.isfinite(value)
 
 
-def _from_local(c: Canonical, node: fx.Node, name: str, source: fx.Node) -> Result:
+def _from_local(c: Canonical, node: fx.Node, source: fx.Node) -> Result:
     """Read a local tensor as the DTensor that it is a part of, unless gradients may change."""
     changes = any(node.kwargs.get(name) for name in ("grad_placements", "run_check"))
     if target_name(source) != "to_local" or changes:
         return None
-    result = _redistribute(c, node, name, source.all_input_nodes[0])
+    result = _redistribute(c, node, source.all_input_nodes[0])
     if not isinstance(result, tuple):
         return None
     c.helpers[node] = frozenset((source,))
     return result
 
 
-def _redistribute(c: Canonical, node: fx.Node, name: str, source: fx.Node) -> Result:
+def _redistribute(c: Canonical, node: fx.Node, source: fx.Node) -> Result:
     """Read a node as its source where both are one tensor, cut in one way over one mesh; as the sum
     over its devices where that is what each of them gets."""
     old, new = c.tensor(source), c.tensor(node)
@@ -220,13 +219,11 @@ def _product(a: Key, b: Key, labels: Labels | None) -> Product | None:
     return Product(a, b, left, right, out)
 
 
-def _matmul(c: Canonical, node: fx.Node, name: str, source: Key, other: Key) -> Product | None:
+def _matmul(c: Canonical, node: fx.Node, source: Key, other: Key) -> Product | None:
     return _product(source, other, matmul_labels(len(c.sizes(source)), len(c.sizes(other))))
 
 
-def _linear(
-    c: Canonical, node: fx.Node, name: str, source: Key, other: Key, bias: Any = None
-) -> Result:
+def _linear(c: Canonical, node: fx.Node, source: Key, other: Key, bias: Any = None) -> Result:
     labels = einsum_labels("...k,nk->...n", (len(c.sizes(source)), len(c.sizes(other))))
     return with_addend(c, node, _product(source, other, labels), bias)
 
@@ -251,14 +248,13 @@ def with_addend(
 def _addmm(
     c: Canonical,
     node: fx.Node,
-    name: str,
     source: Key,
     mat1: Key,
     other: Key,
     beta: Any = 1,
     alpha: Any = 1,
 ) -> Result:
-    inner = _matmul(c, node, name, mat1, other)
+    inner = _matmul(c, node, mat1, other)
     # torch also has the deprecated addmm(beta, input, alpha, mat1, mat2), which is not read.
     if not _number(beta) or not _number(alpha):
         return None
@@ -293,9 +289,7 @@ def einsum_labels(equation: str, ranks: tuple[int, ...]) -> Labels | None:
     return operands, tuple(map(ord, right.replace("...", dots)))
 
 
-def _einsum(
-    c: Canonical, node: fx.Node, name: str, equation: Any = None, operands: Any = None
-) -> Result:
+def _einsum(c: Canonical, node: fx.Node, equation: Any = None, operands: Any = None) -> Result:
     given: Any = operands if isinstance(operands, (tuple, list)) else node.args[1:]
     if not isinstance(equation, str) or not all(_is_tensor(c, o) for o in given):
         return None
@@ -347,7 +341,7 @@ def chain(
     return None
 
 
-def _multi_dot(c: Canonical, node: fx.Node, name: str, tensors: Any = None) -> Result:
+def _multi_dot(c: Canonical, node: fx.Node, tensors: Any = None) -> Result:
     given: Any = tensors if isinstance(tensors, (tuple, list)) else node.args
     count = len(given)
     if count < 2 or not all(_is_tensor(c, one) and len(c.sizes(one)) == 2 for one in given):
@@ -358,7 +352,6 @@ def _multi_dot(c: Canonical, node: fx.Node, name: str, tensors: Any = None) -> R
 def _tensordot(
     c: Canonical,
     node: fx.Node,
-    name: str,
     source: Key,
     other: Key,
     dims: Any = 2,
@@ -382,12 +375,12 @@ def _tensordot(
 def _convolution(
     c: Canonical,
     node: fx.Node,
-    name: str,
     source: Key,
     other: Key,
     bias: Any = None,
     stride: Any = 1,
     padding: Any = 0,
+    name: str = "",
 ) -> Result:
     """Read a convolution whose kernel has one element as a product over channels.
 
@@ -412,7 +405,6 @@ def _convolution(
 def _sum_over(
     c: Canonical,
     node: fx.Node,
-    name: str,
     source: fx.Node,
     dim: Any = None,
     keepdim: bool = False,
@@ -446,9 +438,7 @@ def _sum_over(
     return Product(operands[0], operands[1], labels[0], labels[1], out)
 
 
-def _where(
-    c: Canonical, node: fx.Node, name: str, condition: Any, source: fx.Node, two: Any = None
-) -> Result:
+def _where(c: Canonical, node: fx.Node, condition: Any, source: fx.Node, two: Any = None) -> Result:
     """Read where(eye, vector over the columns, 0) as the matrix with the vector on its diagonal."""
     shape = c.sizes(node)
     if len(shape) != 2 or shape[0] != shape[1]:
@@ -470,7 +460,7 @@ def _same(c: Canonical, source: fx.Node) -> View:
 # -- rearrangements -------------------------------------------------------------------------
 
 
-def _regroup(c: Canonical, node: fx.Node, name: str, source: fx.Node) -> Result:
+def _regroup(c: Canonical, node: fx.Node, source: fx.Node) -> Result:
     """Read view, reshape, flatten, clone, ...: the target shape is in the metadata.
 
     A slice that leaves something out has fewer elements, and is no such view.
@@ -481,7 +471,7 @@ def _regroup(c: Canonical, node: fx.Node, name: str, source: fx.Node) -> Result:
     return None if dims is None else (source, dims)
 
 
-def _turned(c: Canonical, node: fx.Node, name: str, source: fx.Node) -> Result:
+def _turned(c: Canonical, node: fx.Node, source: fx.Node) -> Result:
     """Read permute, transpose, .T and the like: the order of sizes that are all different.
 
     The operation runs on a tensor of these sizes, which has no data.
@@ -503,20 +493,20 @@ TURNED = (
 )  # fmt: skip
 
 
-def _expand(c: Canonical, node: fx.Node, name: str, source: fx.Node) -> Result:
+def _expand(c: Canonical, node: fx.Node, source: fx.Node) -> Result:
     dims = views.expand(_same(c, source)[1], c.sizes(node))
     return None if dims is None else (source, dims)
 
 
-def _getitem(c: Canonical, node: fx.Node, name: str, source: fx.Node, index: Any = None) -> Result:
+def _getitem(c: Canonical, node: fx.Node, source: fx.Node, index: Any = None) -> Result:
     """Read slices that leave nothing out, None and Ellipsis, which only add dimensions."""
     entries = index if isinstance(index, tuple) else (index,)
     plain = all(e is None or e is Ellipsis or isinstance(e, slice) for e in entries)
-    return _regroup(c, node, name, source) if plain else None
+    return _regroup(c, node, source) if plain else None
 
 
 def _concatenate(
-    c: Canonical, node: fx.Node, name: str, tensors: Any = None, dim: Any = 0
+    c: Canonical, node: fx.Node, tensors: Any = None, dim: Any = 0, name: str = ""
 ) -> Result:
     if not isinstance(tensors, (tuple, list)) or not isinstance(dim, int):
         return None
@@ -524,7 +514,7 @@ def _concatenate(
 
 
 def _repeat(
-    c: Canonical, node: fx.Node, name: str, source: fx.Node, repeats: Any = None, dim: Any = None
+    c: Canonical, node: fx.Node, source: fx.Node, repeats: Any = None, dim: Any = None
 ) -> Result:
     """Read repeat_interleave: each element of an axis several times."""
     if not isinstance(repeats, int) or not isinstance(dim, int):
@@ -534,7 +524,9 @@ def _repeat(
     return source, tuple(dims)
 
 
-def _softmax(c: Canonical, node: fx.Node, name: str, source: fx.Node, dim: Any = None) -> Result:
+def _softmax(
+    c: Canonical, node: fx.Node, source: fx.Node, dim: Any = None, name: str = ""
+) -> Result:
     if not isinstance(dim, int) or dim not in (-1, len(c.sizes(node)) - 1):
         return None
     kind = AlongLast if "log" in name else Softmax
@@ -544,11 +536,11 @@ def _softmax(c: Canonical, node: fx.Node, name: str, source: fx.Node, dim: Any =
 # -- copies, casts, and what does nothing -----------------------------------------------------
 
 
-def _detach(c: Canonical, node: fx.Node, name: str, source: fx.Node) -> Result:
-    return None if c.trains else _regroup(c, node, name, source)
+def _detach(c: Canonical, node: fx.Node, source: fx.Node) -> Result:
+    return None if c.trains else _regroup(c, node, source)
 
 
-def _to(c: Canonical, node: fx.Node, name: str, source: fx.Node) -> Result:
+def _to(c: Canonical, node: fx.Node, source: fx.Node) -> Result:
     old, new = c.tensor(source), c.tensor(node)
     if old is None or new is None or old.device != new.device or type(old) is not type(new):
         return None
@@ -556,9 +548,9 @@ def _to(c: Canonical, node: fx.Node, name: str, source: fx.Node) -> Result:
 
 
 def _dropout(
-    c: Canonical, node: fx.Node, name: str, source: fx.Node, p: Any = 0.5, training: Any = True
+    c: Canonical, node: fx.Node, source: fx.Node, p: Any = 0.5, training: Any = True
 ) -> Result:
-    return _regroup(c, node, name, source) if training is False or p == 0 else None
+    return _regroup(c, node, source) if training is False or p == 0 else None
 
 
 # -- pointwise ------------------------------------------------------------------------------
@@ -577,7 +569,7 @@ def _pair(c: Canonical, node: fx.Node, a: Any, b: Any) -> tuple[Key, Any, bool] 
     return (a, b, turned) if _is_tensor(c, b) else None
 
 
-def _multiply(c: Canonical, node: fx.Node, name: str, one: Any = None, two: Any = None) -> Result:
+def _multiply(c: Canonical, node: fx.Node, one: Any = None, two: Any = None) -> Result:
     pair = _pair(c, node, one, two)
     return None if pair is None else Scale(*pair[:2])
 
@@ -589,7 +581,6 @@ def _kept(c: Canonical, source: Key, node: fx.Node) -> bool:
 def _divide(
     c: Canonical,
     node: fx.Node,
-    name: str,
     like: fx.Node,
     two: Any = None,
     rounding_mode: Any = None,
@@ -600,7 +591,7 @@ def _divide(
 
 
 def _sum(
-    c: Canonical, node: fx.Node, name: str, one: Any = None, two: Any = None, alpha: Any = 1
+    c: Canonical, node: fx.Node, one: Any = None, two: Any = None, alpha: Any = 1, name: str = ""
 ) -> Result:
     pair = _pair(c, node, one, two)
     if pair is None or not _number(alpha):
@@ -611,7 +602,7 @@ def _sum(
 
 
 def _activation(
-    c: Canonical, node: fx.Node, name: str, like: fx.Node, approximate: Any = "none"
+    c: Canonical, node: fx.Node, like: fx.Node, approximate: Any = "none", name: str = ""
 ) -> Result:
     by_tanh = name == "gelu" and approximate == "tanh"
     return Activation(like, "gelu_tanh" if by_tanh else name)
@@ -624,7 +615,7 @@ _ACTIVATIONS = (
 
 
 def _clamp(
-    c: Canonical, node: fx.Node, name: str, like: fx.Node, low: Any = None, high: Any = None
+    c: Canonical, node: fx.Node, like: fx.Node, low: Any = None, high: Any = None, name: str = ""
 ) -> Result:
     """Read a clamp from below at zero, and nothing else, as relu."""
     if name == "threshold":
@@ -638,12 +629,12 @@ def _clamp(
 def _layer_norm(
     c: Canonical,
     node: fx.Node,
-    name: str,
     like: fx.Node,
     normalized_shape: Any = None,
     weight: Any = None,
     bias: Any = None,
     eps: Any = 1e-5,
+    name: str = "",
 ) -> Result:
     """Read layer_norm, and by its name rms_norm, over the last dimension alone."""
     dtype, shape = c.dtype(like), normalized_shape
@@ -658,19 +649,18 @@ def _layer_norm(
 def _rms_norm(
     c: Canonical,
     node: fx.Node,
-    name: str,
     like: fx.Node,
     normalized_shape: Any = None,
     weight: Any = None,
     eps: Any = None,
+    name: str = "",
 ) -> Result:
-    return _layer_norm(c, node, name, like, normalized_shape, weight, eps=eps)
+    return _layer_norm(c, node, like, normalized_shape, weight, eps=eps, name=name)
 
 
 def _diagonal(
     c: Canonical,
     node: fx.Node,
-    name: str,
     source: fx.Node,
     diagonal: Any = 0,
     dim1: Any = -2,
@@ -719,7 +709,7 @@ TABLE: dict[str, Handler] = {
     ),
     "mul": _multiply,
     "div": _divide,
-    "neg": lambda c, node, name, like: _divide(c, node, name, like, -1.0),
+    "neg": lambda c, node, like: _divide(c, node, like, -1.0),
     "add": _sum,
     "sub": _sum,
     # an in-place sum reads as the sum; the rules decide whether it may be fused
@@ -736,9 +726,7 @@ TABLE: dict[str, Handler] = {
     "einsum": _einsum,
     **dict.fromkeys(("multi_dot", "chain_matmul"), _multi_dot),
     "tensordot": _tensordot,
-    "inner": lambda c, node, name, source, other: _tensordot(
-        c, node, name, source, other, dims=([-1], [-1])
-    ),
+    "inner": lambda c, node, source, other: _tensordot(c, node, source, other, dims=([-1], [-1])),
     **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), _convolution),
     "sum": _sum_over,
     "where": _where,
