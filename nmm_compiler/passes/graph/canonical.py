@@ -219,7 +219,7 @@ def describe(form: Form) -> str:
 
 _SPLITS = ("getitem", "slice", "split", "split_with_sizes", "chunk", "narrow")
 View = tuple[Key, Dims]
-Result = Form | View | None
+Result = Form | tuple[Key, Dims | None] | None
 PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer, FakeTensor)
 
 

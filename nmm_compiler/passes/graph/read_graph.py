@@ -60,6 +60,7 @@ from nmm_compiler.passes.graph.canonical import (
     Softmax,
     View,
     Virtual,
+    owner_of,
 )
 from nmm_compiler.passes.graph.effects import fetch_attribute, is_pure, upstream
 from nmm_compiler.passes.graph.spelled_out import norm_around, spelled_out
@@ -467,8 +468,7 @@ def _regroup(c: Canonical, node: fx.Node, source: fx.Node) -> Result:
     """
     if c.dtype(source) != c.dtype(node):
         return None
-    dims = views.reshape(_same(c, source)[1], c.sizes(node))
-    return None if dims is None else (source, dims)
+    return source, views.reshape(c.whole(source), c.sizes(node))
 
 
 def _turned(c: Canonical, node: fx.Node, source: fx.Node) -> Result:
@@ -476,7 +476,7 @@ def _turned(c: Canonical, node: fx.Node, source: fx.Node) -> Result:
 
     The operation runs on a tensor of these sizes, which has no data.
     """
-    dims = _same(c, source)[1]
+    dims = c.whole(source)
     if len(dims) > len(_DIFFERENT):
         return None
     sizes = _DIFFERENT[: len(dims)]
@@ -494,8 +494,7 @@ TURNED = (
 
 
 def _expand(c: Canonical, node: fx.Node, source: fx.Node) -> Result:
-    dims = views.expand(_same(c, source)[1], c.sizes(node))
-    return None if dims is None else (source, dims)
+    return source, views.expand(c.whole(source), c.sizes(node))
 
 
 def _getitem(c: Canonical, node: fx.Node, source: fx.Node, index: Any = None) -> Result:
@@ -519,7 +518,7 @@ def _repeat(
     """Read repeat_interleave: each element of an axis several times."""
     if not isinstance(repeats, int) or not isinstance(dim, int):
         return None
-    dims = list(_same(c, source)[1])
+    dims = list(c.whole(source))
     dims[dim] = (*dims[dim], views.Atom(views.BROADCAST, repeats, 0))
     return source, tuple(dims)
 
@@ -881,15 +880,15 @@ def _read(c: Canonical, node: fx.Node) -> Result:
     return result
 
 
-def _over_base(c: Canonical, node: fx.Node, source: Key, dims: Dims) -> View | None:
+def _over_base(c: Canonical, node: fx.Node, source: Key, dims: Dims | None) -> View | None:
     """Return a rearrangement of `source` as one of its base, or None."""
     base, inner = c.views[source]
-    composed = views.compose(dims, inner)
-    if composed is None or len(dims) != len(c.sizes(node)):
+    composed = None if dims is None else views.compose(dims, inner)
+    if composed is None or len(composed) != len(c.sizes(node)):
         return None
-    if c.effects.writers and not isinstance(source, Virtual):
-        shared = c.effects.storages(node) & c.effects.storages(source)
-        if not shared and c.effects.is_written(node, source):
+    if c.effects.writers:
+        shared = c.effects.storages(node) & c.effects.storages(owner_of(source))
+        if not shared and c.effects.is_written(node, owner_of(source)):
             return None  # a copy and its source may come to differ
     return base, composed
 
@@ -906,8 +905,7 @@ def _by_strides(c: Canonical, node: fx.Node) -> Result:
     (new_dtype, new_sizes, new_steps), new_start, _ = memory_of(c, node)
     if (dtype, start) != (new_dtype, new_start):
         return None
-    dims = views.from_strides(sizes, steps, new_sizes, new_steps)
-    return None if dims is None else (source, dims)
+    return source, views.from_strides(sizes, steps, new_sizes, new_steps)
 
 
 def _alias_of(c: Canonical, node: fx.Node) -> fx.Node | None:
