@@ -76,9 +76,7 @@ def fold_chain(editor: Editor, chain: Chain) -> dict[str, Any]:
     (x u) v + bias; with inner_bias and inner_gain of a function between the products.
     """
     made: dict[str, Any] = {one: weight_node(editor, chain, one) for one in chain.letters}
-    plain_v: Any = made.get(
-        "v"
-    )  # the inner bias is multiplied by v before scales are folded into v
+    plain_v: Any = made.get("v")  # by which the inner bias is multiplied: no scales are in it yet
     made |= {"scale": 1.0, "bias": None, "inner_bias": None, "inner_gain": None}
 
     def absorb(steps: Sequence[Step], width: int) -> None:
