@@ -113,6 +113,9 @@ class SharedU(KernelRule):
             return None
         if any(one.chain.ways != calls[0].chain.ways or one.chain.middle for one in calls):
             return None
+        k, r, n = chains[0].u.k, chains[0].u.n, sum(chain.v.n for chain in chains)
+        if r * (k + n) >= k * n:
+            return None
         return group(graph, self, calls)
 
 
