@@ -293,7 +293,7 @@ class Lowering(Editor):
         value = self.node(key)
         if key in self.c.quantized:
             return torch.empty(value.shape, dtype=self.dtype, device="meta")
-        return value.to(self.dtype)
+        return value if value.dtype.itemsize == 1 else value.to(self.dtype)
 
     def value(self, node: Any) -> Any:
         """Return the tensor."""
@@ -418,17 +418,12 @@ class Call:
         """Return m, the number of tokens."""
         return views.product(views.shape_of(self.source.tokens()))
 
-    def x_node(self, editor: Editor) -> fx.Node:
-        """Return the node of x as it lies."""
-        read = editor.operand if self.rounded is None else editor.node
-        return read(self.source.key)
-
     def prepare_x(self, editor: Editor) -> fx.Node:
         """Emit the operand in the x layout."""
         if self.turned:
             node = editor.raw[owner_of(editor.c.base(self.source.key)[0])]
         else:
-            node = self.x_node(editor)
+            node = editor.operand(self.source.key)
         return editor.arrange(node, self.source.dims, self.dims(self.source.k, self.x_layout))
 
     def dims(self, features: int, layout: str) -> Dims:
@@ -572,7 +567,7 @@ class Call:
         if is_distributed(value):
             tokens = views.product(views.sizes_of(local_part(value))[:-1])
         lowering = Lowering(c, self.final, tokens_to_judge(tokens))
-        given = {"x": self.x_node(lowering), **self.named(lowering)}
+        given = {"x": lowering.operand(self.source.key), **self.named(lowering)}
         return lowering.kernel(self.op_name, given)
 
 

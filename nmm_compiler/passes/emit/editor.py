@@ -130,13 +130,14 @@ class Editor:
         return found
 
     def operand(self, key: Key) -> fx.Node:
-        """Return the fx node of a value that a kernel reads, cast to the dtype it computes in."""
+        """Return the fx node of a value that a kernel reads, cast to the dtype it computes in;
+        numbers of eight bits as they are."""
         node = self.node(key)
         if node in self.c.quantized:
             plain = self.c.values[node].dequantize()
             node = self._add("call_method", "dequantize", (node,), {}, plain)
         old = None if self.dtype is None else self.c.values[node].dtype
-        if old == self.dtype or old is None:
+        if old == self.dtype or old is None or old.itemsize == 1:
             return node
         return self.call(aten._to_copy.default, node, dtype=self.dtype)
 
