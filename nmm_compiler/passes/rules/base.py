@@ -185,13 +185,11 @@ class KernelRule(Rule):
     """A rule whose match becomes one call of a kernel; the call is `Match.data`."""
 
     def matched(self, graph: Canonical, call: Any) -> Match | Refusal:
-        """Return the match of a call that may stand at its end, or why there is none."""
-        why = refuse(graph, call.covered, call.final, call.keys())
-        return why or self.called(graph, call)
-
-    def called(self, graph: Canonical, call: Any) -> Match | Refusal:
-        """Return the match of a call, or a refusal where smaller calls are predicted to be
-        faster."""
+        """Return the match of a call that may stand at its last result, or why there is none."""
+        ends = [one.final for one in call.results()]
+        why = refuse(graph, call.covered, ends[-1], call.keys(), also_final=ends)
+        if why is not None:
+            return why
         match = Match(
             rule=self.name,
             node=call.final,

@@ -18,7 +18,7 @@ from typing import Any
 from torch import fx
 
 from nmm_compiler.passes.chains.chain import Chain, ended, read_chain, trace_end
-from nmm_compiler.passes.chains.safety import Refusal, readings, refuse
+from nmm_compiler.passes.chains.safety import Refusal, readings
 from nmm_compiler.passes.emit.calls import Call
 from nmm_compiler.passes.graph.canonical import Canonical, Key, Product, Virtual, owner_of
 from nmm_compiler.passes.rules.base import KernelRule, Match
@@ -44,9 +44,7 @@ def group(c: Canonical, rule: KernelRule, calls: list[Call]) -> Match | None:
         owner = owner_of(key)
         if not isinstance(key, Virtual) and owner.op != "get_attr" and position[owner] >= places[0]:
             return None
-    if refuse(c, whole.covered, finals[-1], keys, also_final=finals) is not None:
-        return None
-    match = rule.called(c, whole)
+    match = rule.matched(c, whole)
     return match if isinstance(match, Match) else None
 
 
