@@ -442,8 +442,13 @@ class Call:
         for row in rows if "scale" not in op.defaults else ():
             last = next(one for one in ("branch_scale", "v", "w") if row.get(one) is not None)
             row[last] = times(editor, row[last], row["scale"])
+        layouts = [one.out_layout for one in results]
+        activations = [one.activation for one in results]
         given = {
             **self.said, "activation": self.activation, "x_layout": self.x_layout,
+            "out_layout": layouts[0] if len({*layouts}) == 1 else "row",
+            "out_layouts": layouts if len({*layouts}) > 1 else None,
+            "activations": activations if {*activations} != {"identity"} else None,
             "format": self.format, "scale": rows[0]["scale"], "tp": chain.tp,
             "tp_axis": "rows" if chain.tp > 1 else "", "group": chain.group,
             "inner_activation": inner.name if isinstance(inner, Activation) else "identity",
@@ -458,11 +463,6 @@ class Call:
         if self.rounded is not None:
             given |= {"x_scale": 1.0, "out_dtype": dtype_name(editor.dtype)}
             given["scales"] = [times_x(editor, one, self.rounded) for one in given["scales"]]
-        layouts = [one.out_layout for one in results]
-        activations = [one.activation for one in results]
-        given["out_layout"] = layouts[0] if len({*layouts}) == 1 else "row"
-        given["out_layouts"] = layouts if len({*layouts}) > 1 else None
-        given["activations"] = activations if {*activations} != {"identity"} else None
         given |= {name: editor.operand(key) for name, key in self.ends.items()}
         if "residual" in given:
             dims = self.dims(self.n, "row")
