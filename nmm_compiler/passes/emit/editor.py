@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from nmm_compiler.ops.registration import DEFINITIONS
-from nmm_compiler.passes.chains.safety import Refusal, readings
+from nmm_compiler.passes.chains.safety import Refusal, readings, real_users
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import Canonical, Key, Virtual
 from nmm_compiler.passes.graph.effects import is_pure
@@ -28,7 +28,6 @@ from nmm_compiler.passes.graph.torch_names import target_name
 from nmm_compiler.passes.graph.views import Atom, Dims, Size
 
 aten = torch.ops.aten
-_ASSERTION = "_assert_tensor_metadata"
 _ALWAYS_SAID = ("layout", "eps", "target", "executor")
 _COPIED = ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr", "from_node", "custom")
 # Views that are not possible in every memory order, and readers of it.
@@ -252,7 +251,7 @@ class Editor:
         for node in reversed(list(self.graph.nodes)):
             if node.op in ("placeholder", "output"):
                 continue
-            if any(user.users or target_name(user) != _ASSERTION for user in node.users):
+            if real_users(node):
                 continue
             if node in replaced or (node in read and is_pure(node, self.c.effects)):
                 for assertion in list(node.users):
