@@ -353,8 +353,10 @@ class Call:
         note = (
             f"{stored[0].format} factors are dequantized at each call: {reason}" if reason else ""
         )
-        read = ((one, dict(zip(one.letters, left, strict=False))) for one in chains)
-        chains = [dataclasses.replace(one, bits=bits) for one, bits in read]
+        chains = [
+            dataclasses.replace(one, bits=dict(zip(one.letters, left, strict=False)))
+            for one in chains
+        ]
         source = best_source(c, first.x, first.x_dims, first.weight.k)
         given: dict[str, Any] = {"source": source, "note": note, **more}
         call = cls(op, (*chains,), final=final, out_dims=out_dims, **given)

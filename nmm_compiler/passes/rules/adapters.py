@@ -40,7 +40,7 @@ from nmm_compiler.passes.chains.chain import (
 )
 from nmm_compiler.passes.chains.safety import Refusal, covered, tokens_to_judge, unsafe
 from nmm_compiler.passes.emit.calls import Lowering, times
-from nmm_compiler.passes.emit.editor import Editor
+from nmm_compiler.passes.emit.editor import Editor, aten
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import (
     Add,
@@ -54,8 +54,6 @@ from nmm_compiler.passes.graph.canonical import (
 from nmm_compiler.passes.rules.base import KernelRule, Match
 from nmm_compiler.passes.rules.experts import counted_from_end, name_of
 from nmm_compiler.passes.rules.lowrank import products_at
-
-aten = torch.ops.aten
 
 
 @dataclass(frozen=True)

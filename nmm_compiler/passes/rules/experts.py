@@ -45,13 +45,12 @@ from nmm_compiler.passes.chains.safety import (
     tokens_to_judge,
     unsafe,
 )
-from nmm_compiler.passes.emit.editor import Editor
+from nmm_compiler.passes.emit.editor import Editor, aten
 from nmm_compiler.passes.graph.canonical import Canonical, Opaque, Product, dtype_name
 from nmm_compiler.passes.graph.effects import upstream
 from nmm_compiler.passes.graph.torch_names import applied, target_name
 from nmm_compiler.passes.rules.base import KernelRule, Match
 
-aten = torch.ops.aten
 GROUPED = frozenset({"grouped_mm", "_grouped_mm", "transformers::grouped_mm_fallback"})
 RESHAPES = frozenset({"view", "reshape", "flatten"})
 _ONE_NAME = {

@@ -46,9 +46,6 @@ from nmm_compiler.passes.rules.lowrank import Adapter
 
 MOST_NESTED = 16
 
-Term = tuple[Key, float]
-"""A value of a sum, and the number that multiplies it."""
-
 
 class LoRA(Adapter):
     """Base product plus adapters."""
@@ -118,8 +115,9 @@ def read_adapted(c: Canonical, key: Key) -> Chain | None:
     return None if out_dims is None else dataclasses.replace(found, out=key, out_dims=out_dims)
 
 
-def _terms(c: Canonical, form: Add, factor: float, depth: int = 0) -> Iterator[Term]:
-    """Yield the terms of a sum, and of the sums and scaled sums that only it reads."""
+def _terms(c: Canonical, form: Add, factor: float, depth: int = 0) -> Iterator[tuple[Key, float]]:
+    """Yield the terms of a sum, and of the sums and scaled sums that only it reads, each with the
+    number that multiplies it."""
     for value, own in ((form.a, form.alpha), (form.b, form.beta)):
         assert not isinstance(value, float)
         nested = _nested(c, value) if depth < MOST_NESTED else None
