@@ -153,12 +153,11 @@ class GatedMLP(KernelRule):
 
     name = "gated_mlp"
     ends_at = (Product, Add)
-    read = staticmethod(read_projection)
 
     def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
         """Propose products, and sums after them, that a product of two activations feeds."""
         if not _is_inner(graph, node):
-            yield from mlps_at(graph, node, self.read)
+            yield from mlps_at(graph, node, read_projection)
 
     def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
         """Check that only the down projection reads h, and that one kernel pays."""
@@ -178,11 +177,15 @@ class GatedMLP(KernelRule):
         return dataclasses.replace(made, report_even_if_superseded=True) if pair else None
 
 
-class CorrectedMLP(GatedMLP):
+class CorrectedMLP(KernelRule):
     """A gated MLP of three linears whose dense weights are of few bits."""
 
     name = "corrected_mlp"
-    read = staticmethod(read_adapted)
+    ends_at = (Product, Add)
+
+    def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
+        """Propose linears that a product of two linears of one x feeds."""
+        yield from mlps_at(graph, node, read_adapted)
 
     def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
         """Read the weights, which are stored alike, and check that one kernel pays."""
