@@ -502,14 +502,12 @@ def copy_graph(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx
             node.op, node.target, name=node.name, type_expr=node.type
         )
         # Set afterwards, since `create_node` searches all arguments for a reason to warn.
-        if node.args:
-            made.args = fx.map_arg(node.args, new.__getitem__)
+        made.args = fx.map_arg(node.args, new.__getitem__)
         if node.kwargs:
             made.kwargs = fx.map_arg(node.kwargs, new.__getitem__)
         if hasattr(node, "_dynamo_source"):
             made._dynamo_source = node._dynamo_source
         made.meta.update(node.meta)
-        new[node] = made
     graph._codegen = module.graph._codegen
     # Setting a module's graph compiles its code, which the passes do once at their end. So the
     # module is made without a call of its class, and then gets what the given one holds.
