@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -130,7 +129,7 @@ def recover(
             parameter.requires_grad_(True)
         run = _Run(model, teacher, parameters, held_out)
         run.train(_shuffled(train, steps, generator), steps, lr, step)
-    kept_step, after = min(run.history, key=operator.itemgetter(1))
+    kept_step, after = min(run.history, key=lambda entry: entry[1])
     return RecoveryReport(
         objective=run.objective,
         steps=steps,
@@ -172,12 +171,11 @@ class _Run:
         for parameter in self.parameters:
             dtype = torch.promote_types(parameter.dtype, torch.float32)
             self.trained.append(parameter.detach().to(dtype, copy=True))
-        self.best = [wide.clone() for wide in self.trained]
+        self.evaluate(0)
         optimizer = torch.optim.AdamW(self.trained, lr=lr, weight_decay=0.0)
         warmup = max(1, round(_WARMUP_SHARE * steps))
         checks = {round(steps * (i + 1) / _EVALUATIONS) for i in range(_EVALUATIONS)}
         try:
-            self.evaluate(0)
             for step, batch in enumerate(batches, start=1):
                 share = step / warmup
                 if step > warmup:
