@@ -353,9 +353,8 @@ def make_plan(
         if not found:
             break
         slow |= found
+    slow |= {site.name: "the model's output does not depend on it: kept dense" for site in unused}
     notes |= {name: (why, False) for name, why in slow.items()}
-    unused_note = "the model's output does not depend on it: kept dense"
-    notes |= {site.name: (unused_note, False) for site in unused}
     shares = prices.shares(ranks)
     layers = []
     for site in (*sites, *unused):
