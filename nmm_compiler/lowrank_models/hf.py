@@ -94,12 +94,11 @@ def attach(model: Any) -> None:
                     "with ranks; save the model before quantizing and quantize after loading, or "
                     'use quantize_factors(model, "int8" or "fp8"), which is saved with it'
                 )
-    kind = next(k for k in type(model.config).__mro__ if k.__name__.lower() == "pretrainedconfig")
     memo: dict[int, Any] = {}
     copy.deepcopy(model.config, memo)
     for module in model.modules():
         for key, value in list(vars(module).items()):
-            if isinstance(value, kind) and id(value) in memo:
+            if id(value) in memo:
                 setattr(module, key, memo[id(value)])
     config = LowRankConfig(**saved_layers(model))
     model.config.quantization_config = config
