@@ -48,9 +48,9 @@ def saved_layers(model: nn.Module) -> Saved:
     layers = compressed(model)
     downs = {name: getattr(factors, "down", None) for name, (factors, _) in layers.items()}
     return {
-        "ranks": {n: 0 if factors is None else factors.rank for n, (factors, _) in layers.items()},
+        "ranks": {n: getattr(factors, "rank", 0) for n, (factors, _) in layers.items()},
         "formats": {n: x.format for n, x in downs.items() if isinstance(x, QuantizedLinear)},
-        "bases": {n: base.format for n, (_, base) in layers.items() if base is not None},
+        "bases": {n: base.format for n, (_, base) in layers.items() if hasattr(base, "format")},
     }
 
 
