@@ -16,7 +16,6 @@ import itertools
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,12 +118,9 @@ def recover(
     train, held_out = _split(data, steps)
     started = time.monotonic()
     generator = torch.Generator().manual_seed(seed)
-    models = (model,) if teacher is None else (model, teacher)
-    factors = [factor for layer in layers.values() for factor in (layer.down, layer.up)]
-    parameters = [factor.weight for factor in factors]
-    with ExitStack() as stack, progress("recovering") as step:
-        for one in models:
-            stack.enter_context(frozen(one))
+    parameters = [part.weight for layer in layers.values() for part in (layer.down, layer.up)]
+    of = model if teacher is None else teacher
+    with frozen(model), frozen(of), progress("recovering") as step:
         for parameter in parameters:
             parameter.requires_grad_(True)
         run = _Run(model, teacher, parameters, held_out)
