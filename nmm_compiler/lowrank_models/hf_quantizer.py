@@ -60,9 +60,8 @@ class LowRankQuantizer(HfQuantizer):
         before the config is written."""
         model.config.quantization_config.saved = saved_layers(model)
         state: dict[str, torch.Tensor] = dict(model.state_dict())
-        dtype = getattr(model, "dtype", torch.float32)
         for name, (factors, base) in compressed(model).items():
-            guard = torch.zeros(1, dtype=dtype)
+            guard = torch.zeros(1, dtype=model.dtype)
             if isinstance(factors, LowRankLinear) or isinstance(base, QuantizedLinear):
                 name = f"{name}.weight"
             else:  # [experts, n, k] with one expert, which transformers may store as two matrices
