@@ -97,8 +97,9 @@ def compress(model: nn.Module, ratio: float | None = None, **keywords: Any) -> C
             _check_sites(sites, config)
             if given is not None and given is not statistics:
                 first, *_ = batches = as_batches(given)
-                whole = config.base is not None
-                statistics = collect(model, sites, batches, gradients=gradients, whole=whole)
+                statistics = collect(
+                    model, sites, batches, gradients=gradients, whole=config.base is not None
+                )
             if given is not None:
                 statistics.check(sites, gradients=gradients, base=config.base)
             # a model on the meta device whose ranks no price decides needs none
