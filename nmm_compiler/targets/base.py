@@ -8,6 +8,7 @@ core, since one kernel runs on one NeuronCore.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, Self
 
@@ -31,19 +32,14 @@ class Known(NamedTuple):
     source: Source
 
 
-def documented(value: Any, where: str) -> Known:
-    """Return a number printed by AWS."""
-    return Known(value, Source("documented", where))
+def _known(kind: Kind, value: Any, where: str) -> Known:
+    """Return a number and its source."""
+    return Known(value, Source(kind, where))
 
 
-def measured(value: Any, where: str) -> Known:
-    """Return a number that somebody measured on hardware and published."""
-    return Known(value, Source("measured", where))
-
-
-def assumed(value: float, where: str) -> Known:
-    """Return a number that we derived or assume; `where` says how."""
-    return Known(value, Source("assumed", where))
+documented = functools.partial(_known, "documented")  # printed by AWS
+measured = functools.partial(_known, "measured")  # by somebody on hardware, and published
+assumed = functools.partial(_known, "assumed")  # derived, or assumed; `where` says how
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
