@@ -133,16 +133,16 @@ def example_inputs(name: str, model: Any, tokens: int) -> dict[str, torch.Tensor
 def foreign(name: str, what: str) -> Iterator[None]:
     """Turn any exception of a user's FILE.py, or of a library that reads it, into one error.
 
-    Ctrl-C, errors of the catalogue and those of other models pass. name: FILE.py, or
-    FILE.py:function; the FileError names the last line of the file itself.
+    Ctrl-C, errors of the catalogue and those of other models pass. name: FILE.py:function; the
+    FileError names the last line of the file itself.
     """
     try:
         yield
     except (NmmError, KeyboardInterrupt, MemoryError):
         raise
     except BaseException as error:  # a user's file may raise SystemExit and its own classes
-        path = _python_file(name) or name
-        if not path.endswith(".py"):
+        path = _python_file(name)
+        if not path:
             raise
         frames = traceback.extract_tb(error.__traceback__)
         own = [
