@@ -43,7 +43,6 @@ from nmm_compiler.simulator.timing.causes import statement
 from nmm_compiler.simulator.timing.chrome_trace import write_trace
 from nmm_compiler.simulator.timing.profile import Profile
 
-_FIXED = {"variant", "family"}
 _LARGEST_ARRAY_BYTES = 1 << 40
 _SHORT_NAMES = {
     "bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16",
@@ -151,9 +150,8 @@ def _of_linear(family: str, words: Sequence[str]) -> str:
     return "linear" if "--weight" in names else "matmul"
 
 
-def _fields(family: str) -> dict[str, inspect.Parameter]:
-    fields = inspect.signature(FAMILIES[family].spec_class).parameters
-    return {name: field for name, field in fields.items() if name not in _FIXED}
+def _fields(family: str) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(FAMILIES[family].spec_class).parameters
 
 
 def _flag(name: str) -> str:
