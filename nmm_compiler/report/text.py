@@ -42,10 +42,9 @@ def _lines(parts: Sequence[Part], width: int) -> list[str]:
 def _part(part: Line | Grid | Code | Section, width: int) -> list[str]:
     match part:
         case Line():
-            texts = part.text.split("\n")
             return [
                 line
-                for text in texts
+                for text in part.text.split("\n")
                 for line in wrapped(text, _room(text, width), part.indent, part.hang)
             ]
         case Grid():
