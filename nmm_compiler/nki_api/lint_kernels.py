@@ -237,10 +237,12 @@ def _carried(loop: ast.For | ast.FunctionDef, names: Names) -> Iterator[Finding]
 
 def _changed_collection(node: ast.AST) -> ast.expr | None:
     """Return what a node may change the items of in Python."""
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        return node.func.value if node.func.attr in _CHANGES else None
-    stores = isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load)
-    return node.value if isinstance(node, ast.Subscript) and stores else None
+    match node:
+        case ast.Call(func=ast.Attribute(value=held, attr=name)) if name in _CHANGES:
+            return held
+        case ast.Subscript(value=held, ctx=ast.Store() | ast.Del()):
+            return held
+    return None
 
 
 def _own_returns(function: FunctionNode) -> list[ast.Return]:
@@ -260,21 +262,25 @@ class Tile(NamedTuple):
 
 def _tile_of(node: ast.AST | None, names: Names) -> Tile:
     """Return what is known of the allocation behind an expression."""
-    while isinstance(node, (ast.Subscript, ast.Call)):
-        of = node if isinstance(node, ast.Subscript) else node.func
-        view = isinstance(of, ast.Attribute) and of.attr in _VIEWS and names.resolve(of) is None
-        if not isinstance(of, ast.Subscript) and not view:
-            return Tile()
-        node = getattr(of, "value")  # noqa: B009
+    while True:
+        match node:
+            case ast.Subscript(value=of):
+                node = of
+            case ast.Call(func=ast.Attribute(value=of, attr=name) as view) if (
+                name in _VIEWS and names.resolve(view) is None
+            ):
+                node = of
+            case _:
+                break
     tiles = {_allocation(binding.value, names) for binding in names.bindings(node)}
     return tiles.pop() if len(tiles) == 1 else Tile()
 
 
 def _allocation(node: ast.expr | None, names: Names) -> Tile:
-    path = (names.resolve(node.func) or "") if isinstance(node, ast.Call) else ""
-    if not isinstance(node, ast.Call) or path not in _ALLOCATORS:
+    if not isinstance(node, ast.Call) or any(keyword.arg is None for keyword in node.keywords):
         return Tile()
-    if any(keyword.arg is None for keyword in node.keywords):
+    path = names.resolve(node.func)
+    if path is None or path not in _ALLOCATORS:
         return Tile()
     given = _given(node, path)
     memory: str | None = "sbuf"  # the documented default
