@@ -322,9 +322,7 @@ def _outputs(names: Names) -> Iterator[Finding]:
     used = {names.definition(node) for node in names.kernel_nodes if is_read(node)}
     for kernel in [kernel for kernel in names.kernels if kernel not in used]:
         for node in _own_returns(kernel):
-            value = node.value
-            outputs = value.elts if isinstance(value, (ast.Tuple, ast.List)) else [value]
-            for output in filter(None, outputs):
+            for output in getattr(node.value, "elts", [node.value]):  # of a tuple or a list
                 memory = _tile_of(output, names).memory
                 if memory not in (None, "shared_hbm"):
                     yield at(output, "E302", ast.unparse(output), memory)
