@@ -91,15 +91,21 @@ class Machine:
 
 def price(piece: Piece, machine: Machine) -> list[Line]:
     """Return the launches that compute one piece, computed once, the fastest way."""
-    if piece.kind == "kernel":
-        rows = corrected_rows(piece.ways, machine.form) or piece.ways
-        each = [[kernel_price(spec, machine) for spec in row] for row in rows]
+    rows = corrected_rows(piece.ways, machine.form) or piece.ways
+    each = [[kernel_price(spec, machine) for spec in row] for row in rows]
+    if piece.kind == "attention":  # beside a kernel's bound, its pieces have a law or a bound
+        each = [row for row in each if row[0].source != "bound"]
+    if each:
         return min(each, key=_with_gaps)
     if piece.kind in COLLECTIVES:
         us = collective_us(piece.kind, piece.bytes, machine.tp, machine.target)
         how = f"{piece.bytes:,} B over {machine.tp} cores"
         return [Line(each_us=us, source="published law", what=how)]
-    return [(_attention if piece.kind == "attention" else _bound)(piece, machine)]
+    if piece.kind != "attention" or piece.elements:
+        return [_bound(piece, machine)]
+    least = 1e6 * (piece.bytes / machine.bytes_per_second)
+    us, how = least / CACHE_RATE_SHARE, f"{piece.bytes:,} B of the cache"
+    return [Line(each_us=us, source="published law", what=how, bytes_us=least, floor_us=least)]
 
 
 def fastest(piece: Piece, machine: Machine) -> list[Line]:
@@ -142,22 +148,6 @@ def kernel_price(spec: KernelSpec, machine: Machine) -> Line:
     elif machine.lnc > 1 and replace(stored, lnc=machine.lnc).splits():
         how += f" on {machine.lnc} cores"
     return Line(each_us=us, source=source, what=how, bytes_us=bytes_us, floor_us=min(floor, us))
-
-
-def _attention(piece: Piece, machine: Machine) -> Line:
-    """Return the price of our kernel; a bound or a law where there is none."""
-    for (spec,) in piece.ways:
-        ours = kernel_price(spec, machine)
-        if ours.source != "bound":
-            return ours
-    if piece.queries > 1:
-        return _bound(piece, machine)
-    memory = 1e6 * (piece.bytes / machine.bytes_per_second)
-    how = f"{piece.bytes:,} B of the cache"
-    us = memory / CACHE_RATE_SHARE
-    return Line(
-        each_us=us, source="published law", what=how, bytes_us=memory, floor_us=memory
-    )  # fmt: skip
 
 
 def _bound(piece: Piece, machine: Machine) -> Line:

@@ -69,15 +69,14 @@ class Piece:
     ways of an attention: our kernel, where there is one that computes it.
     apart: pieces that compute the same one after the other: of a kernel with a collective, a norm
     or a residual inside.
-    queries: of each sequence of an attention.
-    bytes: of HBM; elements: of the engines, one entry an operation; flops: of products.
+    bytes: of HBM; elements: of the engines, one entry an operation, none of an attention of one
+    query, which waits for the cache; flops: of products.
     """
 
     kind: str
     module: str
     count: int
     ways: tuple[Row, ...] = ()
-    queries: int = 0
     bytes: int = 0
     elements: tuple[int, ...] = ()
     flops: int = 0
@@ -314,8 +313,9 @@ class _Walk:
         moved = self._bytes(node) * 2 + stored * (self._bytes(node) // max(1, self._size(node)))
         scores = batch * heads * queries * keys * (0.5 if causal else 1.0)
         piece = self._piece(
-            "attention", node, queries=queries, bytes=moved,
-            elements=(int(SCORE_PASSES * scores),), flops=int(4 * scores * features),
+            "attention", node, bytes=moved,
+            elements=(int(SCORE_PASSES * scores),) * (queries > 1),
+            flops=int(4 * scores * features),
         )  # fmt: skip
         if self._size(node) == batch * heads * queries * features:  # v has as many as k
             with contextlib.suppress(NmmError):  # no kernel, as for too long a context
