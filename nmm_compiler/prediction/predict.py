@@ -32,7 +32,7 @@ from nmm_compiler.prediction.meta_models import (
 from nmm_compiler.prediction.model import Line, Memory, ModelPrediction, Phase
 from nmm_compiler.prediction.prices import Machine, check_routing, fastest, routed
 from nmm_compiler.prediction.stacks import STACKS, stack_named
-from nmm_compiler.prediction.walk import Piece, walk_pass
+from nmm_compiler.prediction.walk import Piece, cache_bytes, walk_pass
 from nmm_compiler.prices.kernel import PRICES
 
 
@@ -194,7 +194,7 @@ def _prediction(
         phases=tuple(phases),
         memory=Memory(
             weight_bytes=_weight_bytes(model, machine, head),
-            cache_bytes=max(one.cache_bytes() for one in asked),
+            cache_bytes=max(map(cache_bytes, asked)),
             activation_bytes=3 * setting["batch"] * max(widths, default=0) * item_bytes(dtype),
             capacity_bytes=machine.target.hbm_bytes * machine.lnc,
         ),

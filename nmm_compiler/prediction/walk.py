@@ -102,36 +102,36 @@ class Pass:
         """Return the arguments of the pass, without data."""
         if self.given is not None:
             return tree_map_only(torch.Tensor, lambda t: t.to("meta"), self.given)
-        if self.name == "decode":
-            return {**self._ids(1), "use_cache": True, "past_key_values": self.cache()}
-        once = example_inputs(self.model.module, self.tokens, self.batch)
+        decodes = self.name == "decode"
+        once = example_inputs(self.model.module, 1 if decodes else self.tokens, self.batch)
         if once is None:
             raise ModelError(
                 f"{self.model.name} is no transformers model of tokens or images: pass inputs=, "
                 "its example inputs"
             )
+        if decodes:
+            return {**once, "use_cache": True, "past_key_values": self.cache()}
         return once | ({"use_cache": False, "logits_to_keep": 1} if self.name == "prefill" else {})
 
     def cache(self) -> Any:
         """Return the key-value cache before the token that is computed."""
         module: Any = self.model.module
-        before = self._ids(max(1, self.tokens - 1))
+        before: Any = example_inputs(module, max(1, self.tokens - 1), self.batch)
         with torch.no_grad():
             return module(**before, use_cache=True, logits_to_keep=1).past_key_values
 
-    def _ids(self, tokens: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": torch.zeros(self.batch, tokens, dtype=torch.long, device="meta")}
 
-    def cache_bytes(self) -> int:
-        """Return the bytes of the cache of all layers that the traced ones stand for."""
-        held = self.cache().layers if self.name == "decode" else []
-        times = [len(every) for every in self.model.layers.values()] or [1] * len(held)
-        return sum(
-            count * value.nbytes
-            for layer, count in zip(held, times, strict=False)
-            for value in vars(layer).values()
-            if isinstance(value, torch.Tensor) and value.is_meta
-        )
+@functools.lru_cache(maxsize=256)
+def cache_bytes(one: Pass) -> int:
+    """Return the bytes of the cache of all layers that the traced ones stand for."""
+    held = one.cache().layers if one.name == "decode" else []
+    times = [len(every) for every in one.model.layers.values()] or [1] * len(held)
+    return sum(
+        count * value.nbytes
+        for layer, count in zip(held, times, strict=False)
+        for value in vars(layer).values()
+        if isinstance(value, torch.Tensor) and value.is_meta
+    )
 
 
 @functools.lru_cache(maxsize=256)
