@@ -35,7 +35,7 @@ from nmm_compiler.lowrank_models.predicted_time import (
     together,
 )
 from nmm_compiler.ops.launches import dtype_name, view_turned
-from nmm_compiler.ops.lower import graph_call, lower, op_name
+from nmm_compiler.ops.lower import graph_call, lower
 from nmm_compiler.passes.graph.canonical import Add, Canonical, Norm, owner_of
 from nmm_compiler.passes.graph.capture import all_graphs, arguments, collect_values
 from nmm_compiler.passes.graph.effects import upstream
@@ -227,8 +227,9 @@ class _Walk:
     def _visit(self, node: fx.Node) -> bool:
         """Add the pieces of a node; return whether the node is a kernel of its own."""
         c = self.c
-        if op_name(node.target) is not None:
-            self._our_call(node)
+        called = graph_call(node, c.values.__getitem__)
+        if called is not None:
+            self._our_call(node, lower(*called, transpose=view_turned).spec)
             return True
         if c.tensor(node) is None or node in c.constant or node in c.derived:
             return False
@@ -268,10 +269,7 @@ class _Walk:
         elif name not in ("arange", "_log_api_usage_once", "zeros", "ones", "full", "empty"):
             self.pointwise[node] = max(map(self._size, [node, *read]))
 
-    def _our_call(self, node: fx.Node) -> None:
-        called = graph_call(node, self.c.values.__getitem__)
-        assert called is not None
-        spec = lower(*called, transpose=view_turned).spec
+    def _our_call(self, node: fx.Node, spec: Any) -> None:
         bases = (owner_of(self.c.base(n)[0]) for n in node.all_input_nodes if n in self.c.views)
         weights = tuple(self.names[b] for b in bases if b in self.names)
         exchanged = spec.exchanged_bytes()
