@@ -31,7 +31,7 @@ from nmm_compiler.prediction.meta_models import (
 )
 from nmm_compiler.prediction.model import Line, Memory, ModelPrediction, Phase
 from nmm_compiler.prediction.prices import Machine, check_routing, fastest, routed
-from nmm_compiler.prediction.stacks import STACKS, stack_named
+from nmm_compiler.prediction.stacks import stack_named
 from nmm_compiler.prediction.walk import Piece, cache_bytes, walk_pass
 from nmm_compiler.prices.kernel import PRICES
 
@@ -126,7 +126,7 @@ def predict(
         raise OptionTypeError("include", include or exclude, "it with a ratio or a rank")
     given = as_given(model_or_config)
     original = dense_config(given) if dense is None else as_given(dense)
-    machine = Machine(chip, lnc, tp, form, price, stack_named(stack).name)
+    machine = Machine(chip, lnc, tp, form, price, stack_named(stack))
     setting = {"prompt": prompt, "context": context, "batch": batch}
     counts = check_routing(routing or (), routing)
     made = functools.partial(
@@ -167,7 +167,7 @@ def _prediction(
     head = next((name for name, one in model.module.named_modules() if one is output), "")
     asked = prepared.passes(setting, inputs)
     layers = sum(map(len, model.layers.values()))
-    inside = norms and STACKS[machine.stack].kernels == "ours"
+    inside = norms and machine.stack.kernels == "ours"
     # three tensors of the widest linear; a head that generates computes one token of each sequence
     once = head if asked[0].name == "prefill" else None
     widths = [
@@ -199,7 +199,7 @@ def _prediction(
             capacity_bytes=machine.target.hbm_bytes * machine.lnc,
         ),
         price=machine.price,
-        stack=machine.stack,
+        stack=machine.stack.name,
         dense=dense,
     )
 
@@ -230,7 +230,7 @@ def _phase(name: str, pieces: Sequence[Piece], machine: Machine, layers: int, he
     for piece in pieces:
         lines += fastest(piece, machine.of_head if head and piece.module == head else machine)
     launches = sum(line.calls for line in lines)
-    stack = STACKS[machine.stack]
+    stack = machine.stack
     lines += [
         Line(
             module="(program)", kind="gaps", calls=launches, each_us=stack.launch_gap_us,

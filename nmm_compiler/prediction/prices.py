@@ -45,6 +45,7 @@ from nmm_compiler.kernels.linear.specs import GatedMLPSpec, GatedMLPUpSpec, Matm
 from nmm_compiler.kernels.number_formats import FP8
 from nmm_compiler.prediction.forms import BF16, Form, read_form
 from nmm_compiler.prediction.model import Line
+from nmm_compiler.prediction.stacks import STACKS, Stack
 from nmm_compiler.prediction.walk import Piece
 from nmm_compiler.prices.kernel import (
     COLLECTIVES,
@@ -66,7 +67,7 @@ CACHE_RATE_SHARE = 0.23
 class Machine:
     """The hardware: a target, physical cores per logical one, logical cores that share the model.
 
-    stack: what runs the programs there (`stacks.STACKS`).
+    stack: what runs the programs there.
     lnc: 1 is how our kernels run. form: of the weights. price: of a kernel, one of
     `prices.kernel.PRICES`.
     """
@@ -76,7 +77,7 @@ class Machine:
     tp: int = 1
     form: Form = BF16
     price: str = "simulated"
-    stack: str = "own"
+    stack: Stack = STACKS["own"]
 
     @property
     def of_head(self) -> Machine:

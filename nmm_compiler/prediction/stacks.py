@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from nmm_compiler.errors import UnknownNameError
+from nmm_compiler.kernels.base import check_name
 from nmm_compiler.prices.kernel import LAUNCH_GAP_US
 from nmm_compiler.records import Record
 
@@ -123,7 +123,6 @@ def stack_named(name: str) -> Stack:
     Raises:
         UnknownNameError: no stack is called so.
     """
-    known = STACKS.get(name) or STACKS.get(re.sub(r"-\d[\d.]*$", "", name))
-    if known is None:
-        raise UnknownNameError("stack", name, tuple(STACKS))
-    return known
+    known = name if name in STACKS else re.sub(r"-\d[\d.]*$", "", name)
+    check_name("stack", known, tuple(STACKS))
+    return STACKS[known]
