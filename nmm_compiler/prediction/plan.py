@@ -162,23 +162,19 @@ def differences(phase: Phase, measured: Measured, bytes_per_second: float) -> li
         us = 1e3 * measured["ms"]
         return [Difference(step="the pass", predicted_us=phase.us, measured_us=us)]
     steps = {step.name: step.us for step in phase.steps}
-    predicted = phase.us - steps.pop("host and stack", 0.0)
-    us = 1e6 * measured["total_time"]
+    device = phase.us - steps.pop("host and stack", 0.0)
     moved = [measured[one] for one in ("hbm_read_bytes", "hbm_write_bytes") if one in measured]
     told = {"bytes at the full rate": sum(moved) / bytes_per_second} if moved else {}
     if "cc_op_active_time" in measured:
         told["collectives"] = measured["cc_op_active_time"]
-    made = [
-        Difference(step=name, predicted_us=steps.pop(name, 0.0), measured_us=1e6 * seconds)
-        for name, seconds in told.items()
-    ]
-    if made:
-        left = max(0.0, us - sum(one.measured_us for one in made))
-        rest = sum(steps.values())
-        made.append(Difference(step="the rest", predicted_us=rest, measured_us=left))
+    rest = {"the rest": max(0.0, measured["total_time"] - sum(told.values()))} if told else {}
+    seconds = {"the pass on the device": measured["total_time"], **told, **rest}
+    left = sum(us for name, us in steps.items() if name not in told)
+    predicted = {"the pass on the device": device, "the rest": left, **steps}
     return [
-        Difference(step="the pass on the device", predicted_us=predicted, measured_us=us), *made
-    ]  # fmt: skip
+        Difference(step=name, predicted_us=predicted.get(name, 0.0), measured_us=1e6 * each)
+        for name, each in seconds.items()
+    ]
 
 
 def verdict(made: Sequence[Difference], band: tuple[float, float]) -> str:
