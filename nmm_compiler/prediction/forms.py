@@ -59,10 +59,6 @@ class Form(Record):
             return {} if self.ratio is None else size
         return {"base": self.base, **size, **({"factors": self.branch} if self.branch else {})}
 
-    def predicted(self) -> dict[str, Any]:
-        """Return what `predict` is given for the form, nothing for bf16."""
-        return {"weights": self.name} if self.base else self.keywords()
-
     def check(self, target: Target) -> None:
         """Raise OptionTypeError for weights that a target does not multiply."""
         if self.base and not reads_as_stored(target, self.base):
@@ -126,9 +122,9 @@ def quality_of(name: str) -> tuple[str, tuple[float, float]] | None:
 def keeps_quality(name: str) -> bool:
     """Return whether a form keeps the quality: bf16, or what was measured to."""
     found = quality_of(name)
-    if found is None:
-        return name == "bf16"
-    return all(ratio <= most for ratio, most in zip(found[1], KEEPS, strict=True))
+    return found is not None and all(
+        ratio <= most for ratio, most in zip(found[1], KEEPS, strict=True)
+    )
 
 
 def notes_on(names: Sequence[str]) -> list[str]:

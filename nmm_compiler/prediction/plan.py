@@ -208,12 +208,6 @@ class Plan(Shown, Record):
     changes: tuple[Change, ...] = ()
     differences: tuple[Difference, ...] = ()
 
-    @property
-    def best(self) -> ModelPrediction | None:
-        """The low-rank prediction with the largest gain that fits; None where none pays."""
-        paying = [p for p in self.predictions if p.memory.fits and p.pays]
-        return max(paying, key=lambda p: p.step_gain, default=None)
-
     def verdict(self) -> list[str]:
         """Return sentences: which form each target is to take; of forms that are all low rank,
         which setting pays most and in which layers, or that none pays."""
@@ -222,16 +216,17 @@ class Plan(Shown, Record):
         low = [p for p in self.predictions if p.gain]
         if not low:
             return [f"no form to compare: {self.predictions[0].form} alone is predicted"]
-        if self.best is None:
-            nearest = max(low, key=lambda p: p.step_gain)
+        paying = [p for p in low if p.memory.fits and p.pays]
+        best = max(paying or low, key=lambda p: p.step_gain)
+        if not paying:
             return [
                 f"no setting pays beyond the error of its prices: the nearest is "
-                f"{_setting(nearest)} with {nearest.step_gain:.2f}x; {REMEDY}"
+                f"{_setting(best)} with {best.step_gain:.2f}x; {REMEDY}"
             ]
-        said = [f"pays most: {_setting(self.best)}: {self.best.headline()}"]
-        layers = [f"{name} {gain:.2f}x" for name, gain in layer_gains(self.best).items()]
+        said = [f"pays most: {_setting(best)}: {best.headline()}"]
+        layers = [f"{name} {gain:.2f}x" for name, gain in layer_gains(best).items()]
         if layers:
-            said.append(f"by layers, {self.best.phases[-1].name}: {', '.join(layers)}; what is "
+            said.append(f"by layers, {best.phases[-1].name}: {', '.join(layers)}; what is "
                         "below 1 can stay dense (--exclude)")  # fmt: skip
         return said
 
@@ -245,10 +240,8 @@ class Plan(Shown, Record):
     def _forms_on(self, target: str) -> dict[str, tuple[float, bool, int]]:
         """Return of each form the mean gain over the first one, whether it always fits, and the
         bytes that its first prediction needs."""
-        by_form: dict[str, list[ModelPrediction]] = {}
-        for p in self.predictions:
-            if p.target == target:
-                by_form.setdefault(p.form, []).append(p)
+        here = [p for p in self.predictions if p.target == target]
+        by_form = {p.form: [one for one in here if one.form == p.form] for p in here}
         return {
             form: (
                 math.prod(map(self.over_first, each)) ** (1 / len(each)),
@@ -385,7 +378,7 @@ def plan(
     cut = {"include": include, "exclude": exclude}
 
     def predicted(setting: dict[str, Any], form: Form, **more: Any) -> ModelPrediction:
-        low = form.predicted()
+        low = {"weights": form.name} if form.base else form.keywords()
         given = {**setting, **fixed, **(cut if "ratio" in low else {}), **low, **more}
         return predict(model, **given)
 
