@@ -52,8 +52,7 @@ def model_kernels(
     settings = [(ratio, tp) for ratio in ratios for tp in tps]
     found: dict[tuple[KernelSpec, str], None] = {}
     for i, (ratio, tp) in enumerate(settings):
-        low = {"ratio": ratio, "rank": None, "include": None, "exclude": None}
-        prepared = prepare(given, None if ratio is None else low, dtype, 1)
+        prepared = prepare(given, None if ratio is None else {"ratio": ratio}, dtype, 1)
         model = prepared.model
         for j, m in enumerate(counts):
             if progress is not None:
@@ -94,13 +93,11 @@ def _shares(
     What is worth a kernel is decided for the whole linear, as the passes do on DTensors.
     """
     roles = linear_roles(model.module)
-    layers = lowrank_layers(model.module)
+    layers = {n: one for n, one in lowrank_layers(model.module).items() if n in roles}
     if not roles:
         raise ModelError(f"{model.name} has no tensor-parallel plan; use tp=1")
     for name, layer in layers.items():
-        role = roles.get(name)
-        if role is None:
-            continue
+        role = roles[name]
         cut = layer.in_features if role == "rowwise" else layer.out_features
         if cut % tp:
             field = "k" if role == "rowwise" else "n"
