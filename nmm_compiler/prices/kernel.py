@@ -259,8 +259,11 @@ def price_many(
     store = Store.for_kernels()
     if store.mode != "rw":
         return
-    wanted = {(one, target): None for spec, target in requests for one in launches_of(spec)}
-    keys = {price_key(spec, machine_target(name)): (spec, name) for spec, name in wanted}
+    keys = {
+        price_key(one, machine_target(name)): (one, name)
+        for spec, name in requests
+        for one in launches_of(spec)
+    }
     missing = [keys[key] for key in store.missing(list(keys))]
     if len(missing) >= _WORTH_WORKERS:
         each(
