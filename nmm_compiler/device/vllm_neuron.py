@@ -33,7 +33,8 @@ from nmm_compiler.codegen.build_many import fill_cache
 from nmm_compiler.codegen.emitted_file import with_static_argument
 from nmm_compiler.errors import NeuronSetupError
 from nmm_compiler.ops.launches import Launch
-from nmm_compiler.ops.lower import GraphCall, graph_call, lower
+from nmm_compiler.ops.lower import GraphCall, graph_call, lower, op_name, reshaped
+from nmm_compiler.ops.registration import DEFINITIONS
 from nmm_compiler.options import Options
 from nmm_compiler.passes.pipeline import copy_graph
 from nmm_compiler.runtime import neuron
@@ -134,15 +135,15 @@ def _replace(
     kernel = KERNELS.get(spec, options.target, options)
     function, digest = _with_hash(kernel)
     work.note_kernel(kernel, 1, origin, backward=0)
-    nodes = {id(meta_value(operand)): operand for operand in node.all_input_nodes}
-    # x and the residual, the op's last operand, have their token dimensions in the graph
-    own = {0: node.args[0]}
-    own |= {i: node.args[-1] for i, one in enumerate(spec.inputs()) if one.name == "residual"}
+    nodes: dict[int, Any] = {id(meta_value(one)): one for one in node.all_input_nodes}
+    name = str(op_name(node.target))
+    given = DEFINITIONS[name].bound(node.args, node.kwargs)
+    nodes |= {id(operand): given[one] for one, operand in reshaped(name, launch).items()}
     tracer = fx.proxy.GraphAppendingTracer(gm.graph)
     with gm.graph.inserting_before(node):
         operands = []
-        for i, tensor in enumerate(launch.operands):
-            source: Any = fx.Proxy(cast(fx.Node, own.get(i) or nodes[id(tensor)]), tracer)
+        for tensor in launch.operands:
+            source: Any = fx.Proxy(nodes[id(tensor)], tracer)
             operands.append(source.reshape(tuple(tensor.shape)).contiguous())
         made: Any = _wrap_nki()(function)[spec.lnc](*operands, digest)
         if not isinstance(made, fx.Proxy):
@@ -150,11 +151,11 @@ def _replace(
                 f"wrap_nki of {kernel.name} returned {type(made).__name__} while a graph is "
                 "written; report the versions of vllm-neuron and libtorch-neuronx-lite"
             )
-        given = meta_value(node)
-        replaced = {node: (made, given)}
-        if isinstance(given, (list, tuple)):
+        values = meta_value(node)
+        replaced = {node: (made, values)}
+        if isinstance(values, (list, tuple)):
             index = {user: int(cast(Any, user.args[1])) for user in node.users}
-            replaced = {user: (made[i], given[i]) for user, i in index.items()}  # type: ignore[index]
+            replaced = {user: (made[i], values[i]) for user, i in index.items()}  # type: ignore[index]
         for old, (result, value) in replaced.items():
             new = result.reshape(tuple(value.shape)).contiguous().node
             new.meta = dict(old.meta)

@@ -22,7 +22,6 @@ from nmm_compiler import outputs
 from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.errors import ModelError, NmmError
 from nmm_compiler.ops import lower as lowering
-from nmm_compiler.ops.launches import inputs_of
 from nmm_compiler.ops.registration import DEFINITIONS
 from nmm_compiler.options import Options
 from nmm_compiler.records import Record
@@ -180,13 +179,8 @@ def _launch(call: KernelCall, tokens: int) -> tuple[Any, tuple[int, ...]]:
         raise ModelError(f"no kernel computes {call.node}: {error}") from error
     tensors = (one for one in pytree.tree_leaves(values) if isinstance(one, Tensor))
     numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
-    # They are the call's own tensors but for these, which a launch takes in fewer dimensions.
-    seen = ("q", "k", "v") if call.op == "attention" else ("x", "residual")
-    numbers |= {
-        id(operand): numbers[id(values[one.name])]
-        for one, operand in zip(inputs_of(launch.spec), launch.operands, strict=True)
-        if one.name in seen
-    }
+    for name, operand in lowering.reshaped(call.op, launch).items():
+        numbers[id(operand)] = numbers[id(values[name])]
     if not numbers.keys() >= {id(tensor) for tensor in launch.operands}:
         raise ModelError(f"the kernel of {call.node} takes other tensors than nmm.{call.op} has")
     return launch.spec, tuple(numbers[id(tensor)] for tensor in launch.operands)

@@ -53,6 +53,13 @@ def lower(
     return replace(launch, spec=launch.spec.on_cores(lnc)) if lnc > 1 else launch
 
 
+def reshaped(name: str, launch: Launch) -> dict[str, Tensor]:
+    """Return the operands that a launch takes in fewer dimensions, by the names of op `name`."""
+    seen = ("q", "k", "v") if name == "attention" else ("x", "residual")
+    operands = zip(inputs_of(launch.spec), launch.operands, strict=True)
+    return {one.name: operand for one, operand in operands if one.name in seen}
+
+
 def graph_call(node: fx.Node, value: Callable[[fx.Node], Any]) -> GraphCall | None:
     """Return (op, args, kwargs, tokens) of a node of a graph; None where it calls no op of ours.
 

@@ -162,6 +162,17 @@ def test_a_rewritten_graph_reaches_the_backend(neuron):
         assert node.kwargs["args"][-1] in str(gm.graph)
 
 
+def test_attention_is_a_kernel_of_reshaped_operands(neuron):
+    attention = Model(
+        lambda m, x: nn.functional.scaled_dot_product_attention(*x.unbind(), is_causal=True)
+    )
+    x = torch.randn(3, 1, 2, 8, 16)
+    compiled = torch.compile(attention, backend=vllm_neuron.wrap(strict=True, rules=["+attention"]))
+    # Sums of 16 terms and then of 8, of size 1, in another order.
+    torch.testing.assert_close(compiled(x), attention(x), rtol=0, atol=2.0**-23 * 64)
+    assert len(calls(neuron[0][0])) == 1
+
+
 def test_the_cache_key_changes_with_a_kernels_source_and_with_nothing_else(neuron, monkeypatch):
     model, x = three_chains()
     for _ in range(2):
