@@ -158,19 +158,6 @@ class CompileReport(Shown, Record):
         return f"<CompileReport: {self.summary()}>"
 
 
-def kernel_parts(kernels: Sequence[Kernel]) -> list[Part]:
-    """Return a folded section for each of the slowest kernels."""
-    built = sorted(kernels, key=lambda k: -k.profile().latency_us)
-    parts: list[Part] = [
-        Section(kernel.spec.short(), _of_kernel(kernel), folded=True)
-        for kernel in built[:_KERNELS_SHOWN]
-    ]
-    if len(built) > _KERNELS_SHOWN:
-        more = counted(len(built) - _KERNELS_SHOWN, "faster kernel")
-        parts.append(Line(f"{more} not shown one by one", "note"))
-    return parts
-
-
 def _of_kernel(kernel: Kernel) -> tuple[Part, ...]:
     """Return a kernel's engines, times, schedules and source.
 
@@ -209,28 +196,23 @@ def forget_reports() -> None:
     _pages.clear()
 
 
-def publish(
-    report: CompileReport,
-    options: Options,
-    before: fx.GraphModule | None = None,
-    after: fx.GraphModule | None = None,
-) -> None:
+def publish(report: CompileReport, options: Options, *graphs: fx.GraphModule) -> None:
     """Keep the report, hand it to the user, and put it into logs and torch's structured trace.
 
-    before, after: the graph before and after the passes, if both are still in memory. Raises
-    OutputError for a page that cannot be written.
+    graphs: the graph before and after the passes, if both are still in memory. Raises OutputError
+    for a page that cannot be written.
     """
     _reports.append(report)
     _log.info("%s", report.summary())
     if _log.isEnabledFor(logging.DEBUG):
         _log.debug("%s", report)
-        for name, text in _artifacts(report, before, after):
+        for name, text in _artifacts(report, graphs):
             _log.debug("%s of graph %d\n%s", name, report.graph, text)
     trace_structured_artifact("nmm_compile_report", "json", report.to_json)
     places = (getattr(handler, "root_dir", None) for handler in trace_log.handlers)
     folder = next(filter(None, places), None)
     if folder is not None:  # handlers of others read no pages, and one takes seconds
-        _trace(report, before, after, Path(folder))
+        _trace(report, graphs, Path(folder))
     if isinstance(options.report, str):
         shown = _pages.setdefault(options.report, [])
         shown.append(report)
@@ -242,23 +224,28 @@ def publish(
 
 
 def compile_parts(reports: Sequence[CompileReport]) -> list[Part]:
-    """Return the parts of a page: each graph's report and pictures, then all kernels once."""
+    """Return the parts of a page: each graph's report and pictures, then the slowest kernels once,
+    folded."""
     kernels = {str(kernel.path): kernel for report in reports for kernel in report.built}
+    built = sorted(kernels.values(), key=lambda k: -k.profile().latency_us)
     each = [(*report.parts(), *report.pictures) for report in reports]
     shown: list[Part] = list(each[0])
     if len(each) > 1:
         titles = (f"graph {report.graph}" for report in reports)
         shown = [Section(title, parts) for title, parts in zip(titles, each, strict=True)]
-    return [*shown, *kernel_parts(list(kernels.values()))]
+    for kernel in built[:_KERNELS_SHOWN]:
+        shown.append(Section(kernel.spec.short(), _of_kernel(kernel), folded=True))
+    if len(built) > _KERNELS_SHOWN:
+        more = counted(len(built) - _KERNELS_SHOWN, "faster kernel")
+        shown.append(Line(f"{more} not shown one by one", "note"))
+    return shown
 
 
-def _artifacts(
-    report: CompileReport, before: fx.GraphModule | None, after: fx.GraphModule | None
-) -> Iterator[tuple[str, str]]:
+def _artifacts(report: CompileReport, graphs: Sequence[Any]) -> Iterator[tuple[str, str]]:
     """Yield (name, text) of the graph before and after, each kernel and all schedules."""
-    if report.matches and before is not None and after is not None:
-        yield "nmm_graph_before", readable(before)
-        yield "nmm_graph_after", readable(after)
+    if report.matches:
+        for when, graph in zip(("before", "after"), graphs, strict=False):
+            yield f"nmm_graph_{when}", readable(graph)
     for kernel in report.built:
         yield f"nmm_kernel_{kernel.spec.short().replace(' ', '_')}", kernel.source
     if report.built:
@@ -269,13 +256,13 @@ def _artifacts(
         yield "nmm_schedules", "\n\n".join(tables)
 
 
-def _trace(report: CompileReport, before: Any, after: Any, folder: Path) -> None:
+def _trace(report: CompileReport, graphs: Sequence[Any], folder: Path) -> None:
     """Write all of a graph's texts to torch's structured trace, and its page beside it.
 
     tlparse shows artefacts as plain text only, so the page is a file that the trace links to.
     """
     shown = page(f"nmm_compiler: graph {report.graph}", compile_parts([report]))
-    for name, text in (*_artifacts(report, before, after), ("nmm_report.html", shown)):
+    for name, text in (*_artifacts(report, graphs), ("nmm_report.html", shown)):
         trace_structured_artifact(name, "string", text.__str__)
     name = f"nmm_report_{report.graph}"
     place = folder.resolve() / f"{name}_of_{os.getpid()}.html"
