@@ -37,7 +37,7 @@ from nmm_compiler.errors import ModelError
 from nmm_compiler.ops.call_options import executor_name
 from nmm_compiler.options import Options
 
-_INNER: dict[str, type[SerializableCallable]] = {
+_INNER: dict[str, Any] = {
     "aot": BundledAOTAutogradSerializableCallable,
     "graph": GraphModuleSerializableCallable,
 }
@@ -67,12 +67,10 @@ class AheadOfTime(SerializableCallable):
 
         Raises ModelError for a callable that has nothing to save.
         """
-        inner: SerializableCallable
-        if getattr(compiled, "serialize", None) is not None:
-            kind, inner = "aot", BundledAOTAutogradSerializableCallable(compiled)
-        elif report.inner == "eager":  # "eager" runs the graph itself
-            kind, inner = "graph", GraphModuleSerializableCallable(graph)
-        else:
+        kind, inner = "aot", compiled
+        if report.inner == "eager":  # it runs the graph itself
+            kind, inner = "graph", graph
+        elif getattr(compiled, "serialize", None) is None:
             raise ModelError(
                 f"inner backend {report.inner!r} returns a callable that cannot be saved; pass "
                 "options={'inner': 'inductor'} or 'eager' to aot_compile"
@@ -86,7 +84,7 @@ class AheadOfTime(SerializableCallable):
             "report": report.to_dict(),
             "kernels_bytes": len(kernels.getvalue()),
         }
-        return cls(inner, header, kernels.getvalue())
+        return cls(_INNER[kind](inner), header, kernels.getvalue())
 
     @classmethod
     def serialize_compile_artifacts(cls, fn: AheadOfTime) -> bytes:

@@ -63,6 +63,7 @@ from nmm_compiler.runtime.kernels import KERNELS, WITHOUT_KERNEL
 from nmm_compiler.runtime.weights import PACKS
 
 _GRAPHS = itertools.count(1)
+Compiled = Callable[..., Any]
 __all__ = ["last_report", "nmm", "reports", "reset"]
 # Raise the number when a decomposition changes: inductor's caches do not look inside of it.
 _CACHE_TAG = "nmm-decompositions-2"
@@ -76,7 +77,7 @@ def nmm(
     mode: str | None = None,
     options: Options | dict[str, Any] | None = None,
     **more: Any,
-) -> Callable[..., Any]:
+) -> Compiled:
     """Compile one Dynamo graph; the function that torch.compile's backend "nmm" names.
 
     Args:
@@ -223,15 +224,14 @@ def rewrite(work: Compilation) -> fx.GraphModule:
         "rules": tuple(map(str, result.rules.values())),
         "declined": tuple(result.declined),
     }
-    rewritten: fx.GraphModule = result.graph_module
-    if found:
-        prices = [match.info["predicted"] for match in found if "predicted" in match.info]
-        headline = functools.partial(_graph_headline, rewritten, prices, work.options)
-    else:
-        headline = functools.partial(could_bring, result.opportunities, work.options.target)
-    work.said["predicted"] = functools.cache(headline)
     if not found:
+        headline = functools.partial(could_bring, result.opportunities, work.options.target)
+        work.said["predicted"] = functools.cache(headline)
         return work.gm
+    rewritten: fx.GraphModule = result.graph_module
+    prices = [match.info["predicted"] for match in found if "predicted" in match.info]
+    headline = functools.partial(_graph_headline, rewritten, prices, work.options)
+    work.said["predicted"] = functools.cache(headline)
     with work.tried("no pictures of the graph"):
         work.said["pictures"] = tuple(graph_parts(work.gm, rewritten, found))
     executor = executor_name(work.options)
@@ -262,7 +262,7 @@ def _graph_headline(graph: fx.GraphModule, prices: list[dict[str, Any]], options
     return graph_headline(graph, prices, options)
 
 
-def _verified_at_first_call(result: Any, compiled: Callable[..., Any]) -> Callable[..., Any]:
+def _verified_at_first_call(result: Any, compiled: Compiled) -> Compiled:
     """Return the compiled graph, with a check of the rewrite on the inputs of its first call."""
     left = [result]
 
@@ -289,18 +289,17 @@ def _build_kernels(work: Compilation, rewritten: fx.GraphModule) -> None:
     if work.options.kernels == "lazy":
         work.notes.append("kernels are built when a call first needs them (kernels='lazy')")
         return
-    counts: Counter[Any] = Counter()
-    backward: Counter[Any] = Counter()
+    forward: list[Any] = []
+    backward: list[Any] = []
     by_torch: Counter[str] = Counter()
     for node in _calls_of_matches(rewritten):
         with work.tried(f"no kernel for {node.name}"):  # it runs in PyTorch
             called: Any = graph_call(node, meta_value)
-            counts.update(_specs(work, called))
+            forward += _specs(work, called)
             after, products = _backward(called)
-            for call in after:
-                backward[_launched(work, call, isinstance(called[-1], int))] += 1
+            backward += [_launched(work, call, isinstance(called[-1], int)) for call in after]
             by_torch.update(products)
-    counts.update(backward)
+    counts = Counter([*forward, *backward])
     target, device = work.options.target, _kernel_device(work)
     missing = fill_cache(list(counts), target, options=work.options)
     for spec, calls in counts.items():
@@ -313,7 +312,9 @@ def _build_kernels(work: Compilation, rewritten: fx.GraphModule) -> None:
                 why = neuron.FAILED_FIRST_RUN.format(kernel.name)
                 raise no_kernel("neuron", str(spec), why)
             work.notes.append(f"{kernel.name} failed its first run; PyTorch computes its calls")
-        work.note_kernel(kernel, calls, "built" if spec in missing else "cache", backward[spec])
+        work.note_kernel(
+            kernel, calls, "built" if spec in missing else "cache", backward.count(spec)
+        )
     if by_torch:
         many = ", ".join(f"{count} x {what}" for what, count in by_torch.most_common())
         work.notes.append(f"PyTorch, no kernel, computes backward products: {many}")
@@ -378,9 +379,7 @@ def _size(size: Any) -> int | None:
     return int(size.node.hint) if size.node.has_hint() else None
 
 
-def _compile_inner(
-    work: Compilation, rewritten: fx.GraphModule, patches: Any
-) -> Callable[..., Any]:
+def _compile_inner(work: Compilation, rewritten: fx.GraphModule, patches: Any) -> Compiled:
     if rewritten is not work.gm:  # our ops may be the cause of a fault
         with work.tried(f"inner backend {work.inner!r} on the rewritten graph failed", left=True):
             return compile_inner(work.inner, rewritten, work.example_inputs, patches)
@@ -443,7 +442,7 @@ def _inner_of_cpu() -> str:
 
 def compile_inner(
     name: str, gm: fx.GraphModule, example_inputs: Sequence[Any], patches: Any
-) -> Callable[..., Any]:
+) -> Compiled:
     """Compile `gm` with the backend `name`; patches: of inductor's settings.
 
     Raises torch's InvalidBackend for an unknown name, and what the backend raises.
@@ -468,7 +467,7 @@ def calls_of(gm: fx.GraphModule) -> list[fx.Node]:
         node
         for child in graphs_in(gm)
         for node in child.graph.nodes
-        if node.op == "call_function" and op_name(node.target) is not None
+        if op_name(node.target) is not None
     ]
 
 
@@ -481,7 +480,7 @@ def _decompose_in_inductor() -> None:
     """
     from torch._inductor import decomposition, lowering
 
-    def decompose(reference: Callable[..., Any]) -> Callable[..., Any]:
+    def decompose(reference: Compiled) -> Compiled:
         def run(*args: Any, **kwargs: Any) -> Any:
             if not registration.is_reference(kwargs.get("executor", "reference"), args[0]):
                 return NotImplemented
