@@ -279,21 +279,20 @@ def _try(rung: Rung, executor: str, target: Target, why: str = "") -> Verdict:
         for shape, dtype in rung.operands
     ]
     wanted = rung.wanted(*(a.astype(np.float64) for a in arrays))
-    predicted = predicted_us(rung, target)
+    said = functools.partial(said, predicted_us=predicted_us(rung, target))
     try:
-        got, us = _run(rung, executor, target, arrays, len(wanted))
+        got, us = _run(rung, executor, target, arrays)
     except Exception as error:  # the vendor's tools may raise anything, and the next rung goes on
         text = f"{type(error).__name__}: {error}"[:400]
-        return said(verdict="failed", error=text, predicted_us=predicted)
+        return said(verdict="failed", error=text)
     largest = rung.wanted(*(np.abs(a.astype(np.float64)) for a in arrays))
     roundoff = float(ml_dtypes.finfo(numpy_dtype(rung.result or rung.operands[0][1])).eps)
     bounds = tuple((roundoff + rung.sums * FP32_ROUNDOFF) * most for most in largest)
     proof = compare(rung.name, tuple(got), wanted, bounds)
-    timed = functools.partial(said, time_us=us, predicted_us=predicted)
     if proof.passed:
-        return timed(verdict="passed")
+        return said(verdict="passed", time_us=us)
     off = f"differs by up to {proof.max_error:.3g}, bound {proof.largest_bound:.3g}"
-    return timed(verdict="wrong", error=off)
+    return said(verdict="wrong", error=off, time_us=us)
 
 
 def predicted_us(rung: Rung, target: Target) -> float | None:
@@ -307,16 +306,15 @@ def predicted_us(rung: Rung, target: Target) -> float | None:
 
 
 def _run(
-    rung: Rung, executor: str, target: Target, arrays: list[Array], results: int
+    rung: Rung, executor: str, target: Target, arrays: list[Array]
 ) -> tuple[list[Array], float | None]:
     """Return the results of one run in float64, and the host time of a launch on a device."""
     if executor == "simulator":
         found = simulate(f"{rung.file}:{rung.kernel}", *arrays, target=target, mode="functional")
         return [y.astype(np.float64) for y in found.outputs or ()], None
-    source = read_source(rung.file)
     kernel = SimpleNamespace(  # what the launchers read of a kernel; the file is this package's own
-        name=rung.kernel, target=target, source=source, path=rung.file, dialect="nki",
-        spec=SimpleNamespace(outputs=lambda: (None,) * results, lnc=1), check_before_run=bool,
+        name=rung.kernel, target=target, source=read_source(rung.file), path=rung.file,
+        dialect="nki", spec=SimpleNamespace(lnc=1), check_before_run=bool,
     )  # fmt: skip
     tensors = [neuron.tensor(array) for array in arrays]
     if executor == "nki_simulate":

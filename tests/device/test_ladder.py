@@ -100,7 +100,7 @@ def test_a_rung_is_loaded_as_every_kernel_is(monkeypatch):
     monkeypatch.setattr(neuron, "_loaded", {})
     monkeypatch.setattr(neuron, "simulate", lambda kernel, x: loaded.append(neuron.load(kernel)))
     with pytest.raises(TypeError, match="NoneType"):  # no result was simulated
-        ladder._run(ladder.RUNGS[0], "nki_simulate", targets.get("trn2"), [], 1)
+        ladder._run(ladder.RUNGS[0], "nki_simulate", targets.get("trn2"), [])
     assert [kernel.fn.__name__ for kernel in loaded] == ["copy"]
 
 
