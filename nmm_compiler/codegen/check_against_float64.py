@@ -114,16 +114,14 @@ def prove(kernel: Kernel, seed: int = 0) -> Proof:
     """
     spec = kernel.spec
     arrays = random_arrays(spec.whole(), seed)
-    limits: tuple[Any, ...]
-    limits = spec.reference(*arrays), spec.error_bound(*arrays), spec.typical_error(*arrays)
     if spec.world_size > 1:
         runs = kernel.simulate_ranks(*arrays, mode="functional")
-        limits = tuple((one,) * spec.world_size for one in limits)
     else:
         runs = (kernel.simulate(*arrays, mode="functional"),)
     outputs = tuple(y for run in runs for y in run.outputs or ())
-    several = isinstance(limits[0], tuple)
-    return compare(kernel.name, outputs, *(one if several else (one,) for one in limits))
+    limits = (spec.reference(*arrays), spec.error_bound(*arrays), spec.typical_error(*arrays))
+    each = (one if isinstance(one, tuple) else (one,) for one in limits)
+    return compare(kernel.name, outputs, *(one * spec.world_size for one in each))
 
 
 # The typical error takes every rounding at its largest, 1.7 times the root mean square. A right

@@ -147,13 +147,11 @@ def nodes(*trees: ast.AST) -> Iterator[Any]:
     left: list[Any] = [*trees]
     while left:
         node = left.pop()
-        yield node
-        for field in _parts(node.__class__):
-            value = getattr(node, field)
-            if isinstance(value, list):
-                left += value
-            elif isinstance(value, ast.AST):
-                left.append(value)
+        if isinstance(node, list):
+            left += node
+        elif hasattr(node, "_fields"):
+            yield node
+            left += [getattr(node, field) for field in _parts(node.__class__)]
 
 
 def assigned_names(statements: Iterable[ast.AST]) -> set[str]:
