@@ -26,8 +26,7 @@ from torch import fx
 from torch._logging._internal import trace_log, trace_structured_artifact
 
 from nmm_compiler.codegen.build import Kernel
-from nmm_compiler.codegen.choice_table import schedule_table
-from nmm_compiler.codegen.choose import choose
+from nmm_compiler.codegen.choose import choose, schedule_table
 from nmm_compiler.errors import OutputError
 from nmm_compiler.options import Options
 from nmm_compiler.outputs import write_text

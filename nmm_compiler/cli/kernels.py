@@ -101,8 +101,7 @@ def kernel(
     Example: nmm kernel attention --m 1 --context 8192 --heads 32 --kv-heads 8 --d 128 --check
     """
     from nmm_compiler.codegen.build import build_kernel
-    from nmm_compiler.codegen.choice_table import schedule_table
-    from nmm_compiler.codegen.choose import choose
+    from nmm_compiler.codegen.choose import choose, schedule_table
     from nmm_compiler.codegen.dialects import TITLES
 
     spec = make_spec(_of_linear(family, context.args), context.args)

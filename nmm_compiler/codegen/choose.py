@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from nmm_compiler.codegen.cost import closed_form_us, dma_us
@@ -17,6 +17,8 @@ from nmm_compiler.errors import CapacityError, SpecError
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.kernels.base import KernelSpec
 from nmm_compiler.options import INSTRUCTION_BUDGET
+from nmm_compiler.records import Record
+from nmm_compiler.report.parts import Grid
 from nmm_compiler.targets import Target
 
 SIMULATED_CANDIDATES = 6
@@ -33,7 +35,7 @@ TRAFFIC_SHARE = 0.07
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class Choice(Record):
     """One legal schedule: its closed-form cost, and its simulated latency if it was tried.
 
     in_order_us: the latency if the compiler keeps program order on every engine and queue.
@@ -60,6 +62,22 @@ def choose(
     Raises CapacityError, with the numbers of the nearest miss, when no candidate is legal.
     """
     return _choose(spec, machine_target(target), budget)
+
+
+def schedule_table(choices: Sequence[Choice]) -> Grid:
+    """Return the schedules that were tried: the chosen one whole, of the others what differs."""
+    rows = []
+    chosen = choices[0].schedule if choices else None
+    for i, choice in enumerate(choices):
+        values = vars(choice.schedule).items()
+        differs = [f"{name}={value}" for name, value in values if getattr(chosen, name) != value]
+        simulated = "-" if choice.simulated_us is None else f"{choice.simulated_us:.1f}"
+        rows.append((
+            str(i), simulated, f"{choice.cost_us:.1f}", f"{choice.instructions:,}",
+            str(choice.schedule) if i == 0 else ", ".join(differs),
+        ))  # fmt: skip
+    head = ("rank", "us", "closed form us", "instr", "differs from rank 0 in")
+    return Grid.of(head, rows, right=head[:-1])
 
 
 Timing = Callable[[KernelSpec, Any, Target], tuple[float, int, float]]

@@ -18,13 +18,7 @@ from nmm_compiler.cache.key import Key
 from nmm_compiler.cache.store import Store
 from nmm_compiler.codegen.choose import Choice
 from nmm_compiler.codegen.code_digests import code_fields
-from nmm_compiler.errors import (
-    CacheWarning,
-    CapacityError,
-    ShapeError,
-    SpecError,
-    UnknownNameError,
-)
+from nmm_compiler.errors import CacheWarning, CapacityError
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.kernels.base import KernelSpec
 from nmm_compiler.options import INSTRUCTION_BUDGET
@@ -80,10 +74,7 @@ forget = tuned_choice.cache_clear
 """Look again for what was tuned, when a kernel is built next."""
 
 
-_NO_TUNING = (
-    AttributeError, KeyError, TypeError, ValueError, CapacityError, ShapeError, SpecError,
-    UnknownNameError,
-)  # fmt: skip
+_NO_TUNING = (AttributeError, LookupError, TypeError, ValueError, CapacityError)
 
 
 def choices_in(files: Mapping[str, str], name: str, spec: KernelSpec) -> list[Choice]:
@@ -95,9 +86,4 @@ def choices_in(files: Mapping[str, str], name: str, spec: KernelSpec) -> list[Ch
 
 def files_of(choices: Iterable[Choice], default: Choice) -> dict[str, str]:
     """Return the files of an entry: all candidates, the best first, and what `choose` takes."""
-    return {BEST: "".join(map(_line, choices)), DEFAULT: _line(default)}
-
-
-def _line(choice: Choice) -> str:
-    plain = {**vars(choice), "schedule": choice.schedule.to_dict()}
-    return json.dumps(plain, sort_keys=True) + "\n"
+    return {BEST: "\n".join(one.to_json() for one in choices), DEFAULT: default.to_json()}
