@@ -20,14 +20,14 @@ from nmm_compiler.kernels.experts.spec import FACTORS, HALVES, ExpertsSpec
 from nmm_compiler.kernels.linear.corrected import MULTIPLIED
 from nmm_compiler.kernels.linear.specs import AdaptersSpec
 from nmm_compiler.kernels.packed_formats import MX
-from nmm_compiler.ops.definition import LAYOUTS, WHERE, Op, Operand
+from nmm_compiler.ops.definition import WHERE, Op, Operand
 from nmm_compiler.ops.launches import (
     Launch,
     Transpose,
     dtype_name,
     turned,
 )
-from nmm_compiler.ops.linear import Linear, LinearOp
+from nmm_compiler.ops.linear import UV, Linear, LinearOp
 from nmm_compiler.ops.operands import (
     Given,
     check_dtypes,
@@ -142,17 +142,15 @@ class AdaptersOp(LinearOp):
     by_kernels = Op.by_kernels  # by its reference: no kernel computes it backward
     sharding = Op.sharding
 
-    def reference(self, *args: Any, **kw: Any) -> Tensor:
+    def reference(self, *args: Any, **kw: Any) -> Any:
         """Return what the op computes, in plain PyTorch."""
         given = self.bound(args, kw)
-        (one,) = self.linears(given)
         x, gains = given["x"], given["gains"].to(given["x"].dtype)
         index = given["index"].reshape(tokens_of(x, given["x_layout"])[0]).unsqueeze(-1)
         chosen = index == torch.arange(gains.shape[0], device=x.device)
         each = torch.where(chosen, gains, torch.zeros_like(gains))
-        said = {name: given[name] for name in ("activation", "x_layout", "out_layout")}
-        rank = one.sizes[1] // gains.shape[0]
-        return one.of(x, inner_factor=each.repeat_interleave(rank, -1), **said)
+        rank = weight_shape("u", given["u"], given["u_layout"])[1] // gains.shape[0]
+        return super().reference(*args, **kw, inner_factor=each.repeat_interleave(rank, -1))
 
     def fake(self, given: Given) -> Tensor:
         """Return an empty result; raises NmmError for operands that do not fit."""
@@ -294,9 +292,9 @@ def _of_one_dtype(given: Given) -> Iterator[Tensor | None]:
 
 _SAID = ("halves", "activation", "limit", "slope", "plus")
 _MORE = (
-    *(f"{name}_{end}" for end in ("bias", "scale") for name in ("gate_up", "down")),
-    *(f"{name}_{end}" for name in ("gate_up", "down") for end in ("u", "v")),
-)
+    "gate_up_bias", "down_bias", "gate_up_scale", "down_scale",
+    "gate_up_u", "gate_up_v", "down_u", "down_v",
+)  # fmt: skip
 ADAPTERS = AdaptersOp(
     name="adapters_matmul", spec=AdaptersSpec,
     kept="u",  # a kernel gathers its rows
@@ -304,10 +302,7 @@ ADAPTERS = AdaptersOp(
         Operand("x"), Operand("index"), Operand("u", letter="u"), Operand("v", letter="v"),
         Operand("gains"), Operand("bias", "Tensor?", "bias"), Operand("w", "Tensor?", "w"),
     ),
-    keywords={
-        "activation": "identity", **LAYOUTS, "u_layout": "row", "v_layout": "row",
-        "w_layout": "row", **WHERE,
-    },
+    keywords={"activation": "identity", **UV, "w_layout": "row", **WHERE},
 )  # fmt: skip
 EXPERTS = ExpertsOp(
     name="experts",

@@ -87,7 +87,9 @@ OF_X = {"x_scale": None, "out_dtype": "bfloat16"}
 _FLAGS = {"w": "base", "inner_gain": "inner_norm"}
 """The fields of specs that say that an operand is there, where their names differ."""
 _BETWEEN = ("inner_bias", "inner_gain")
-_OF_PAIR = ("scale", "inner_activation", "inner_eps", "tp", "tp_axis", "group")
+_OF_PAIR = (
+    "scale", "inner_activation", "inner_eps", "inner_factor", "tp", "tp_axis", "group",
+)  # fmt: skip
 """The keywords of an op of one linear that its reference takes, beside layouts and activation."""
 
 
@@ -403,7 +405,7 @@ _GATE, _UP, _DOWN = (Operand(end, "Tensor[]", "uvw", end) for end in MLP_ENDS)
 _GATE_BIAS, _UP_BIAS, _DOWN_BIAS = (
     Operand(f"{end}_bias", "Tensor?", "bias", end) for end in MLP_ENDS
 )
-_UV = {**LAYOUTS, "u_layout": "row", "v_layout": "row"}
+UV = {**LAYOUTS, "u_layout": "row", "v_layout": "row"}
 _INSIDE = {"inner_activation": "identity", "inner_eps": 1e-6}
 _RANKS = {"tp": 1, "tp_axis": "", "group": ""}
 _GATED = {"activation": "silu", **LAYOUTS, "weight_layout": "row"}
@@ -425,16 +427,16 @@ def _op(
 PLAIN_OPS = (
     _op(
         "lowrank_matmul", LowRankSpec, (_U, _V, _BIAS, _BASE, *_INNER),
-        {"scale": 1.0, **_IDENTITY, **_INSIDE, **_UV, "w_layout": "row", **_RANKS},
+        {"scale": 1.0, **_IDENTITY, **_INSIDE, **UV, "w_layout": "row", **_RANKS},
         bare=references.lowrank_matmul,
     ),
     _op(
         "lowrank_matmul_shared_x", LowRankSharedSpec, (_US, _VS, _BIASES),
-        {"activations": None, **_UV, "out_layouts": None}, 2,
+        {"activations": None, **UV, "out_layouts": None}, 2,
     ),
     _op(
         "lowrank_matmul_shared_u", LowRankSharedSpec, (_U, _VS, _BIASES),
-        {**_UV, "out_layouts": None}, 2,
+        {**UV, "out_layouts": None}, 2,
     ),
     _op(
         "matmul", MatmulSpec, (_W, _BIAS), {**_IDENTITY, **LAYOUTS, "w_layout": "row"},
@@ -463,9 +465,7 @@ def _scaled(plain: LinearOp) -> LinearOp:
     )  # fmt: skip
 
 
-_FEW_BITS = {
-    **LAYOUTS, "u_layout": "row", "v_layout": "row", "w_layout": "col",
-}  # fmt: skip
+_FEW_BITS = {**UV, "w_layout": "col"}
 _OF_MANY = (
     Operand("ws", "Tensor[]", "w", EACH), Operand("w_scales", "Tensor[]", "w_scale", EACH),
     Operand("us", "Tensor?[]", "u", EACH), Operand("vs", "Tensor?[]", "v", EACH),
