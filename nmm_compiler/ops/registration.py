@@ -86,8 +86,6 @@ class KernelCall(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         """Return one gradient, or None, for each flat operand."""
-        if all(grad is None for grad in grads):
-            return (None,) * len(ctx.needs_input_grad)
         need = ctx.needs_input_grad[4:]
         found = ctx.op.gradient(ctx.saved_tensors, ctx.form, ctx.kwargs, grads, need)
         return (None, None, None, None, *found)
