@@ -210,16 +210,15 @@ def each(
 
 def _wanted(requests: Sequence[Request], options: Options) -> dict[Key, Request]:
     """Return the kernels that are wanted, each key once."""
-    found: dict[Key, Request] = {}
-    for spec, target in requests:
-        found.setdefault(asked(spec, target, options=options).key, (spec, target))
-    return found
+    return {asked(*request, options=options).key: request for request in requests}
 
 
 def request_text(spec: KernelSpec, target: str, options: Options) -> str:
     """Return a request as one line, for `build_one` in another process."""
-    given = {"spec": spec.to_dict(), "options": options.call_options()}
-    return json.dumps({"family": spec.family, "target": target, **given})
+    return json.dumps({
+        "family": spec.family, "target": target, "spec": spec.to_dict(),
+        "options": options.call_options(),
+    })  # fmt: skip
 
 
 def request_of(told: dict[str, Any]) -> tuple[KernelSpec, str, Options]:

@@ -66,16 +66,14 @@ def kernel_source(
 def _header(
     spec: KernelSpec, schedule: Any, target: Target, dialect: str, flow: tuple[str, ...]
 ) -> list[str]:
-    arguments = ", ".join(str(tensor) for tensor in spec.inputs())
-    results = ", ".join(str(tensor) for tensor in spec.outputs())
     lines = [f"{spec.short()} for {target.name}.", ""]
     for title, text in (
         ("spec", str(spec)),
         ("schedule", str(schedule)),
         ("target", str(target)),
         ("dialect", dialect),
-        ("arguments", arguments),
-        ("result", results),
+        ("arguments", ", ".join(map(str, spec.inputs()))),
+        ("result", ", ".join(map(str, spec.outputs()))),
     ):
         if not text:
             continue
@@ -88,7 +86,7 @@ def _header(
     return lines
 
 
-def with_static_argument(source: str, function: str, name: str) -> str:
+def with_static_argument(source: str, name: str) -> str:
     """Return an emitted file whose kernel takes one more argument, which it does not read.
 
     Callers that keep compiled kernels by name and arguments tell kernels apart by what they pass.
@@ -96,6 +94,5 @@ def with_static_argument(source: str, function: str, name: str) -> str:
     tree = read(source)
     *others, kernel = tree.body
     assert isinstance(kernel, ast.FunctionDef)
-    assert kernel.name == function
     arguments = changed(kernel.args, args=[*kernel.args.args, ast.arg(name)])
     return printed(changed(tree, body=[*others, changed(kernel, args=arguments)]))

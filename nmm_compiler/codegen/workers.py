@@ -78,8 +78,6 @@ class Workers(ThreadPoolExecutor):
     def _answer(self, line: str) -> str:
         """Return what the worker of this thread answers; the next call replaces one that died."""
         worker = getattr(self._held, "worker", None) or self._start()
-        assert worker.stdin is not None
-        assert worker.stdout is not None
         answer = ""
         with contextlib.suppress(OSError, ValueError):  # killed, and its pipe is closed
             worker.stdin.write(line + "\n")
@@ -93,7 +91,7 @@ class Workers(ThreadPoolExecutor):
             raise WorkerError(f"a worker process failed: {told['error']}")
         return str(told["text"])
 
-    def _start(self) -> subprocess.Popen[str]:
+    def _start(self) -> Any:
         command = [sys.executable, "-c", _PROGRAM, json.dumps(sys.path)]
         try:
             worker = subprocess.Popen(
@@ -110,10 +108,9 @@ class Workers(ThreadPoolExecutor):
             worker.kill()
         return worker
 
-    def _end(self, worker: subprocess.Popen[str]) -> None:
+    def _end(self, worker: Any) -> None:
         self._held.worker = None
         with contextlib.suppress(OSError), worker:  # leaving closes its pipes, and waits
-            assert worker.stdin is not None
             worker.stdin.close()
         self._processes.discard(worker)
 

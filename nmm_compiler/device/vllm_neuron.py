@@ -167,7 +167,7 @@ def _replace(
 def _with_hash(kernel: Any) -> tuple[Any, str]:
     """Return a kernel's function with one more argument, which is static, and what it is given."""
     digest = hashlib.sha256(kernel.source.encode()).hexdigest()
-    source = with_static_argument(kernel.source, kernel.name, HASH_ARGUMENT)
+    source = with_static_argument(kernel.source, HASH_ARGUMENT)
     shown = Path(os.devnull) / f"{kernel.name}_{digest[:12]}.py"  # it runs from memory
     return neuron.load(dataclasses.replace(kernel, source=source, path=shown)), digest
 
