@@ -9,8 +9,14 @@ from concurrent.futures import Future
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
+# As in conftest.py: what a program imports is no garbage.
+_START = "import gc\ngc.set_threshold(50_000, 20, 100)\n"
+
+
 def ran(*words, cwd=None, timeout=300, **environment):
     """Run Python on the words ("-c", text, ...), with variables; return the finished process."""
+    if words[0] == "-c":
+        words = "-c", _START + words[1], *words[2:]
     done = subprocess.run(
         [sys.executable, *map(str, words)], cwd=cwd, timeout=timeout, check=False,
         env={**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1", **environment},
@@ -74,7 +80,9 @@ def on_ranks(count, *checks):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     context = mp.get_context("forkserver")  # imports once for all
-    context.set_forkserver_preload(["torch.distributed.tensor.parallel"])
+    context.set_forkserver_preload(
+        ["torch.distributed.tensor.parallel", "torch._dynamo.testing", "nmm_compiler.backend"]
+    )
     results = context.Queue()
     each = [
         context.Process(target=_rank, args=(rank, count, port, checks, results))
