@@ -50,10 +50,8 @@ def test_a_config_is_a_model_without_data_for_commands_that_need_none(tmp_path, 
     config.save_pretrained(tmp_path)
     file = str((tmp_path / "config.json").rename(tmp_path / "small.json"))
     for words, said in (
-        (["explain", file], "could be factorized"),
         (["explain", file, "--html", str(tmp_path / "r.html"), "--ratio", "0.2"], "matched"),
         (["export", file, "-o", str(tmp_path / "s.mlir")], "wrote"),
-        (["plan", file, "--price", "closed_form", "--forms", "fp8"], "predicted, not measured"),
     ):
         assert said in nmm(*words, code=0).out
     words = ("export", file, "-o", tmp_path / "s.mlir", "--weights", "resources")
