@@ -228,7 +228,7 @@ def test_packed_weights_are_refused_where_nothing_cuts_or_reads_them(base):
     with pytest.raises(OptionTypeError, match="no style cuts packed numbers"):
         tensor_parallel_plan(model, types.SimpleNamespace(ndim=1))
     if base == "fp8":
-        lines = nmm.predict(model, price="closed_form").phases[1].lines
+        lines = nmm.predict(model, price="closed_form", last=True).lines
         assert sum(" fp8 r16" in line.what for line in lines) == 3  # q, k and v; o; the MLP
     else:
         with pytest.raises(ModelError, match=r"mxfp4 weights .* predict the dense model"):

@@ -72,7 +72,7 @@ def test_predictions_count_the_bytes_of_rounded_factors():
 
     models = [small(torch.bfloat16) for _ in range(2)]
     quantize_factors(models[1], "float8_e4m3")
-    given = {"target": "trn2", "price": "closed_form", "prompt": 8, "context": 8}
+    given = {"target": "trn2", "price": "closed_form", "context": 8, "last": True}
     plain, rounded = (predict(one, **given).memory.weight_bytes for one in models)
     assert plain - rounded == count_bytes(models[0]) - count_bytes(models[1]) > 0
 
