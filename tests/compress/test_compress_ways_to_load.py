@@ -44,7 +44,7 @@ def saved(tmp_path_factory):
     root = tmp_path_factory.mktemp("saved")
     for name, options in {
         "llama": {}, "gpt2": {}, "experts": {"include": "experts"},
-        "fp8": {"factors": "fp8"}, "int8": {"factors": "int8"}, "base": {"base": "int4"},
+        "int8": {"factors": "int8"},
         "branch": {"base": "mxfp4", "factors": "fp8"},
     }.items():  # fmt: skip
         model = made(name).eval()
