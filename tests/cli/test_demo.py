@@ -89,7 +89,7 @@ def test_every_step_is_checked(form, target, monkeypatch, nmm):
     assert {p["weights"] for p in run["predictions"]} > {form}
     wrong = [dataclasses.replace(Proof.from_dict(one), passed=False) for one in run["proofs"]]
     monkeypatch.setattr(demo, "proofs_of", lambda *kernels: wrong)
-    ended = nmm("demo", "--target", target, code=1)
+    ended = nmm("demo", "--form", "bf16", "--target", target, code=1)
     assert "a check FAILED" in ended.out
     for words in (
         "perplexity",
