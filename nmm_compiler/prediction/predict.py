@@ -156,8 +156,11 @@ def _prediction(
     if not isinstance(given, (nn.Module, Prepared)) and inputs is None:
         config = {**given.to_dict(), "name_or_path": given.name_or_path}
         key = json.dumps([config, low, dtype, machine.tp], default=str, sort_keys=True)
-    kept = given if isinstance(given, Prepared) else _KEPT.get(key)
-    prepared = kept or prepare(given, low, dtype, machine.tp)
+    prepared = (
+        given
+        if isinstance(given, Prepared)
+        else _KEPT.get(key) or prepare(given, low, dtype, machine.tp)
+    )
     if key:
         _KEPT[key] = prepared
     if len(_KEPT) > _KEPT_MOST:
