@@ -26,8 +26,7 @@ GPT_OSS = {
 
 def predicted(config, **setting):
     """Return the prediction of a token: no test asks for the prompt."""
-    given = {"price": "closed_form", "prompt": 16, "context": 64, "last": True}
-    return predict(config, "trn2", **given, **setting)
+    return predict(config, price="closed_form", prompt=16, context=64, last=True, **setting)
 
 
 def expert_line(prediction):
@@ -39,8 +38,8 @@ def expert_line(prediction):
 def test_a_plan_prices_experts_in_every_form(config):
     # of bf16 first, what would change it is predicted, too
     forms = ("fp8", "bf16", "mxfp4", "mxfp4+32", "lowrank:0.2")
-    sizes = {"prompts": (16,), "contexts": (64,)}
-    made = plan(config, targets=("trn3",), price="closed_form", **sizes, forms=forms)
+    made = plan(config, targets=("trn3",), price="closed_form", prompts=(16,), contexts=(64,),
+                forms=forms)  # fmt: skip
     lines = {one.form: expert_line(one) for one in made.predictions}
     assert set(lines) == set(forms)
     moved = {form: line.bytes_us for form, line in lines.items()}

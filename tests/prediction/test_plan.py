@@ -85,8 +85,8 @@ def test_a_gain_within_the_error_of_the_prices_is_not_told_apart(monkeypatch):
 
 
 def test_a_setting_that_cannot_be_had_is_named():
-    both = {"targets": ("trn2", "trn1"), "weights": "float8_e4m3"}
-    shown = plan(TINY, forms=("bf16", "lowrank:0.3"), **both, **SHORT)
+    shown = plan(TINY, forms=("bf16", "lowrank:0.3"), targets=("trn2", "trn1"),
+                 weights="float8_e4m3", **SHORT)  # fmt: skip
     assert {p.target for p in shown.predictions} == {"trn2"}
     assert [one.setting.split()[0] for one in shown.refused] == ["trn1", "trn1"]
     assert "trn1" in str(shown)
