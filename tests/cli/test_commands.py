@@ -134,7 +134,7 @@ LLAMA = {
     ("line", "follows"),
     [
         ("kernel matmul --m 8 --k 64 --n 64 --check --schedules", KEPT),
-        ("plan model.json --forms fp8 --price tuned --prompt 8 --tp 1", KEPT),
+        ("plan model.json --forms fp8 --price tuned --prompt 8 --context 8", KEPT),
         ("build specs.jsonl", REFUSED),
         ("build specs.jsonl --search candidates", REFUSED),
         ("cache list", REFUSED),
