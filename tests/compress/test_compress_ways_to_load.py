@@ -1,12 +1,10 @@
 """A saved low-rank model loads right in three ways, and raises in every other."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from processes import ran
 from safetensors.torch import save_file
 
 import nmm_compiler
@@ -148,13 +146,8 @@ apart(after_the_import_from_pretrained_and_load_are_right)
 
 def test_each_way_to_load_is_right_or_raises(saved):
     """In processes of their own, where this package is not on the path unless it is imported."""
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    done = subprocess.run(
-        [sys.executable, "-c", START + WAYS, str(saved), str(ROOT), str(BOUND)],
-        cwd="/", capture_output=True, text=True, timeout=900, check=False,
-        env={**environment, "OMP_NUM_THREADS": "1", "HF_HOME": str(saved.parent / "hub")},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    places = {"HF_HOME": str(saved.parent / "hub"), "PYTHONPATH": ""}
+    ran("-c", START + WAYS, saved, ROOT, BOUND, cwd="/", timeout=900, **places)
 
 
 def test_a_model_that_is_not_of_transformers_says_what_saves_it(tmp_path):
