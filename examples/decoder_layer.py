@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import nmm_compiler  # noqa: F401
+from nmm_compiler import targets
 from nmm_compiler.ops.lower import lower, tokens
 from nmm_compiler.prices.kernel import simulated_us
 from nmm_compiler.runtime import executor as _executors  # noqa: F401  (registers "simulator")
@@ -205,7 +205,7 @@ def timeline(count: int, rank: int, target: str, context: int) -> None:
         rows = []
         for what, op, args, keywords in layer.calls:
             spec = lower(op, args, keywords, int(tokens(args[0], keywords))).spec
-            rows.append((what, simulated_us(spec, target), spec.short()))
+            rows.append((what, simulated_us(spec, targets.get(target)), spec.short()))
         shown[kind] = rows
     whole = f"{count} token{'s' * (count > 1)}" + (f", {context} keys" if count == 1 else "")
     print(f"\nA layer of Llama 3.2 1B, {whole}, bfloat16 on {target}, one core; simulated us:")

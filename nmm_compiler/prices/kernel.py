@@ -23,7 +23,7 @@ from nmm_compiler.codegen.choose import choose, rank, simulated
 from nmm_compiler.codegen.code_digests import code_fields
 from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.codegen.tuned import tuned_choice
-from nmm_compiler.errors import CapacityError, NmmError, ShapeError, SpecError
+from nmm_compiler.errors import CapacityError, ShapeError, SpecError
 from nmm_compiler.kernels.base import WEIGHTS, KernelSpec
 from nmm_compiler.kernels.experts.spec import ExpertsSpec
 from nmm_compiler.kernels.linear.spec import LinearSpec
@@ -55,25 +55,23 @@ _WORTH_WORKERS = 8
 MANY_TOKENS = 256
 
 
-def estimate_us(spec: KernelSpec, target: str | Target) -> float:
+@functools.lru_cache(maxsize=4096)
+def estimate_us(spec: KernelSpec, chip: Target) -> float:
     """Return the least closed form of a kernel's schedules, from its first instruction to its last.
 
     Raises CapacityError or SpecError where no schedule is legal.
     """
-    return _estimate_us(spec, machine_target(target))
-
-
-@functools.lru_cache(maxsize=4096)
-def _estimate_us(spec: KernelSpec, chip: Target) -> float:
     if spec.exchanged_bytes():
+        spec.check(chip)  # the closed form asks no target for its collectives
         alone = dataclasses.replace(spec, tp=1, tp_axis="")  # type: ignore[call-arg]
-        return _estimate_us(alone, chip) + collective_alone_us(
+        return estimate_us(alone, chip) + collective_alone_us(
             spec.exchanged_bytes() / spec.lnc, spec.world_size, chip
         )
     return rank(spec, chip)[0].cost_us
 
 
-def simulated_us(spec: KernelSpec, target: str | Target) -> float:
+@functools.lru_cache(maxsize=4096)
+def simulated_us(spec: KernelSpec, chip: Target) -> float:
     """Return the simulated microseconds of a kernel, from its first instruction to its last result.
 
     The schedule is the one that `build_kernel` takes. A call of more than LARGEST_BUCKET tokens a
@@ -81,14 +79,9 @@ def simulated_us(spec: KernelSpec, target: str | Target) -> float:
     Prices are kept in the kernel cache. Raises CapacityError or SpecError, with the numbers, when
     no schedule is legal.
     """
-    return _simulated_us(spec, machine_target(target))
-
-
-@functools.lru_cache(maxsize=4096)
-def _simulated_us(spec: KernelSpec, chip: Target) -> float:
     launches = launches_of(spec)
     if launches != {spec: 1}:
-        return sum(count * _simulated_us(one, chip) for one, count in launches.items())
+        return sum(count * simulated_us(one, chip) for one, count in launches.items())
     spec.check(chip)
     store = Store.for_kernels()
     if store.mode in ("off", "require"):
@@ -128,13 +121,12 @@ def price_key(spec: KernelSpec, chip: Target) -> Key:
     )
 
 
-def tuned_us(spec: KernelSpec, target: str | Target) -> float:
+def tuned_us(spec: KernelSpec, chip: Target) -> float:
     """Return the simulated microseconds of the schedule that `tune` found for a kernel.
 
     A kernel whose tuning is not in the cache on disk has the price of `simulated_us`. Long calls
     are split as there.
     """
-    chip = machine_target(target)
     best = tuned_choice(spec, chip, INSTRUCTION_BUDGET, Store.for_kernels())
     if best is not None and best.simulated_us is not None:
         return best.simulated_us
@@ -144,7 +136,7 @@ def tuned_us(spec: KernelSpec, target: str | Target) -> float:
     return sum(count * tuned_us(one, chip) for one, count in launches.items())
 
 
-PRICES: dict[str, Callable[[KernelSpec, str | Target], float]] = {
+PRICES: dict[str, Callable[[KernelSpec, Target], float]] = {
     "closed_form": estimate_us, "simulated": simulated_us, "tuned": tuned_us,
 }  # fmt: skip
 
@@ -166,8 +158,6 @@ def kernel_us(spec: KernelSpec, chip: Target, source: str) -> float:
     """Return the microseconds of one kernel; raises one of NO_KERNEL where there is none."""
     for noted in _NOTED:
         noted[spec, chip] = None
-    if spec.exchanged_bytes():
-        spec.check(chip)  # the closed form asks no target for its collectives
     return PRICES[source](spec, chip)
 
 
@@ -274,9 +264,6 @@ def price_many(
 
 
 def price_one(text: str) -> str:
-    """Simulate the kernel of a request; return its microseconds as JSON, null without a kernel."""
+    """Simulate the kernel of a request; return its microseconds. Raises where there is none."""
     spec, target, _ = request_of(json.loads(text))
-    try:
-        return json.dumps(simulated_us(spec, target))
-    except NmmError:
-        return "null"
+    return str(simulated_us(spec, machine_target(target)))

@@ -139,7 +139,7 @@ def beside(products: Row) -> tuple[Row, ...]:
     """
     low = tuple(one for one in products if isinstance(one, LowRankSpec))
     dense = tuple(one for one in products if not isinstance(one, LowRankSpec))
-    each = [tuple(_each(low)), tuple(_each(dense))]
+    each = [_each(low), _each(dense)]
     if len(low) > 1:
         ends = ("bias", "activation", "out_layout")
         each_end = {name: tuple(getattr(one, name) for one in low) for name in ends}

@@ -101,11 +101,14 @@ def calibrated(path, factor):
 
 
 @pytest.mark.parametrize(
-    ("price", "size"), [(estimate_us, 2048), (simulated_us, 512)], ids=("closed form", "simulated")
+    ("of_target", "size"),
+    [(estimate_us, 2048), (simulated_us, 512)],
+    ids=("closed form", "simulated"),
 )
-def test_prices_are_those_of_the_machine(tmp_path, monkeypatch, price, size):
+def test_prices_are_those_of_the_machine(tmp_path, monkeypatch, of_target, size):
     """A calibrated target counts, also one that was written anew, and so do verdicts."""
     monkeypatch.setenv("NMM_CACHE", "off")
+    price = lambda spec, name: of_target(spec, machine_target(name))  # noqa: E731
     spec = MatmulSpec(m=size, k=size, n=size, x_layout="col")
     plain = price(spec, "trn2")
     slower = [price(spec, calibrated(tmp_path / "mine.json", factor)) for factor in (4, 16)]
@@ -116,7 +119,7 @@ def test_prices_are_those_of_the_machine(tmp_path, monkeypatch, price, size):
     verdicts(tmp_path / "device.json", ["double row"])
     monkeypatch.setenv("NMM_VERDICTS", str(tmp_path / "device.json"))
     assert price(spec, "trn2") == plain
-    if price is simulated_us:  # the closed form counts passes of one row for every dtype
+    if of_target is simulated_us:  # the closed form counts passes of one row for every dtype
         assert price(fp8, "trn2") > paired
 
 

@@ -102,7 +102,7 @@ def test_the_command_writes_table_page_and_figures(tmp_path, monkeypatch, nmm):
     simulated, simulate = [], latency._simulate
     monkeypatch.setattr(latency, "_simulate", lambda *one: simulated.append(one) or simulate(*one))
     monkeypatch.setattr(latency, "_WORTH_WORKERS", 2)
-    latency._simulated_us.cache_clear()
+    latency.simulated_us.cache_clear()
     steps = []
     noted = nullcontext(lambda *one: steps.append(one))
     monkeypatch.setattr(on_models, "steps", lambda first: noted)

@@ -143,10 +143,10 @@ def test_rows_are_summed_inside_of_a_kernel_where_that_is_faster():
             spec = LowRankSpec(m=m, k=k, r=r, n=256, v_layout="row", tp=2, tp_axis="rows")
             assert spec.short() in line.what
             assert f"{2 * m * r:,} B inside" in line.what
-            inside = estimate_us(spec, "trn2") + wait_us(2, get("trn2"))
+            inside = estimate_us(spec, get("trn2")) + wait_us(2, get("trn2"))
             assert line.each_us == pytest.approx(inside)
             alone = dataclasses.replace(spec, tp=1, tp_axis="")
-            apart = sum(estimate_us(one, "trn2") for one in alone.as_products()[0])
+            apart = sum(estimate_us(one, get("trn2")) for one in alone.as_products()[0])
             apart += collective_us("all_reduce", 2 * m * r, 2, get("trn2")) + 3 * LAUNCH_GAP_US
             assert f"{apart:.1f} us apart" in line.what
             assert inside + LAUNCH_GAP_US < apart
@@ -218,7 +218,7 @@ def test_attention_is_priced_by_our_kernel_where_the_family_computes_it():
     decode = AttentionSpec(m=1, context=64, causal=False, **sizes)
     for phase, spec in (("prefill", AttentionSpec(m=32, **sizes)), ("decode", decode)):
         found = line(phase, batch=4)
-        assert (found.source, found.each_us) == ("estimated", estimate_us(spec, "trn2"))
+        assert (found.source, found.each_us) == ("estimated", estimate_us(spec, get("trn2")))
     found = line("decode", context=1 << 18, last=True)
     assert found.source == "published law"
     assert "B of the cache" in found.what
@@ -234,7 +234,7 @@ def test_a_model_runs_on_the_physical_cores_that_its_kernels_are_launched_on():
         if line.kind == "kernel"
     }
     head = MatmulSpec(m=1, k=256, n=512, norm="rms", norm_gain=True)
-    assert of[head.short()] == estimate_us(head, "trn2")
+    assert of[head.short()] == estimate_us(head, get("trn2"))
 
 
 def test_an_encoder_has_one_pass():

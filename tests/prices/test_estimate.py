@@ -23,6 +23,8 @@ from nmm_compiler.prices.kernel import PRICES, estimate_us
 from nmm_compiler.prices.ways import ERRORS, FP8_ERROR, ways
 from nmm_compiler.targets import get
 
+TRN2 = get("trn2")
+
 SIZES = ((1, 512, 128, 2048), (64, 768, 192, 2048), (512, 1024, 384, 2048))
 FORMATS = {
     "bfloat16": {"dtype": "bfloat16"},
@@ -54,8 +56,7 @@ def kernels(m, k, r, n, **more):
 @functools.cache
 def simulated_us(spec, target):
     """Return the time of the fastest of the first schedules, without a search."""
-    chip = get(target) if isinstance(target, str) else target
-    return min(simulated(spec, one.schedule, chip)[0] for one in rank(spec, chip)[:6])
+    return min(simulated(spec, one.schedule, target)[0] for one in rank(spec, target)[:6])
 
 
 def ranks_of(values):
@@ -100,7 +101,7 @@ def test_the_closed_form_follows_the_simulator(target, more, low, high, correlat
         except (NmmError, TypeError):
             continue  # the family does not have the option
     assert len(specs) >= (6 if more in OPTIONS.values() else 21)
-    closed = [estimate_us(spec, target) for spec in specs]
+    closed = [estimate_us(spec, get(target)) for spec in specs]
     simulated = [simulated_us(spec, get(target)) for spec in specs]
     ratios = {s.short(): a / b for s, a, b in zip(specs, closed, simulated, strict=True)}
     off = {name: round(ratio, 2) for name, ratio in ratios.items() if not low <= ratio <= high}
@@ -133,16 +134,16 @@ def test_a_gain_of_the_closed_form_is_within_its_error_of_the_simulators(name, m
 def test_options_cost_what_they_add():
     """A residual is loaded, a norm is computed, and an x wider than fp8 weights is moved whole."""
     spec = LowRankSpec(m=512, k=2048, r=256, n=2048)
-    plain = estimate_us(spec, "trn2")
+    plain = estimate_us(spec, TRN2)
     for more in ({"residual": True}, {"norm": "rms", "norm_gain": True}):
         inside = dataclasses.replace(spec, **more)
-        added = simulated_us(inside, "trn2") - simulated_us(spec, "trn2")
-        assert 0.3 * added <= estimate_us(inside, "trn2") - plain <= 3 * added
+        added = simulated_us(inside, TRN2) - simulated_us(spec, TRN2)
+        assert 0.3 * added <= estimate_us(inside, TRN2) - plain <= 3 * added
     narrow, wide = (
         MatmulSpec(m=512, k=4096, n=128, dtype=FP8, scales="channel", x_dtype=x, x_layout="col")
         for x in (None, "bfloat16")
     )
-    assert estimate_us(wide, "trn2") > estimate_us(narrow, "trn2") + 2
+    assert estimate_us(wide, TRN2) > estimate_us(narrow, TRN2) + 2
 
 
 # An h of 14,336 features leaves SBUF for panels of 128 outputs: passes wait for their sum on trn2,
@@ -158,9 +159,9 @@ NARROW = [(m, 4096, n) for m in (1, 16, 128, 512) for n in (12288, 14336)]
 def test_the_closed_form_knows_how_wide_the_panels_of_a_dense_down_projection_are(sizes, target):
     m, k, n = sizes
     spec = GatedMLPSpec(m=m, k=k, n=n, gate_r=0, up_r=0, down_r=0, activation="silu")
-    assert 0.65 <= estimate_us(spec, target) / simulated_us(spec, target) <= 1.15
+    assert 0.65 <= estimate_us(spec, get(target)) / simulated_us(spec, get(target)) <= 1.15
 
 
 def test_a_low_rank_down_projection_of_a_long_h_needs_no_narrow_panels():
     spec = GatedMLPSpec(m=512, k=4096, n=14336, r=2048)
-    assert 0.8 <= estimate_us(spec, "trn2") / simulated_us(spec, "trn2") <= 1.2
+    assert 0.8 <= estimate_us(spec, TRN2) / simulated_us(spec, TRN2) <= 1.2

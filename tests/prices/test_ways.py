@@ -92,9 +92,9 @@ def test_dense_is_the_fastest_dense_row_and_of_the_source_of_the_call(call, sour
     one = {"closed_form": estimate_us, "simulated": simulated_us}[source]
     rows = dense_rows(call)
     assert not any(one.family.startswith("lowrank") for row in rows for one in row)
-    totals = [sum(one(s, "trn2") for s in row) + (len(row) - 1) * LAUNCH_GAP_US for row in rows]
+    totals = [sum(one(s, TRN2) for s in row) + (len(row) - 1) * LAUNCH_GAP_US for row in rows]
     assert found.dense == pytest.approx(min(totals))
-    assert found.fused == one(call, "trn2")
+    assert found.fused == one(call, TRN2)
 
 
 def test_the_dense_rows_of_a_gated_mlp_are_one_kernel_two_three_and_a_joined_weight():
@@ -135,32 +135,30 @@ def test_every_row_multiplies_by_the_weights_of_the_call(call):
 def test_one_call_has_the_price_of_the_kernel_that_is_built():
     """Below and above 128 tokens: no schedule is priced that `build_kernel` does not take."""
     for spec in (SPEC, LowRankSpec(m=512, k=512, r=192, n=2048)):
-        assert simulated_us(spec, "trn2") == build_kernel(spec, "trn2").profile().latency_us
+        assert simulated_us(spec, TRN2) == build_kernel(spec, "trn2").profile().latency_us
 
 
 def test_a_call_of_more_tokens_than_the_largest_bucket_is_several_launches():
     spec = MatmulSpec(m=2 * LARGEST_BUCKET + 3, k=128, n=128)
     block, rest = (dataclasses.replace(spec, m=m) for m in (LARGEST_BUCKET, 3))
     assert launches_of(spec) == {block: 2, rest: 1}
-    assert simulated_us(spec, "trn2") == 2 * simulated_us(block, "trn2") + simulated_us(
-        rest, "trn2"
-    )
+    assert simulated_us(spec, TRN2) == 2 * simulated_us(block, TRN2) + simulated_us(rest, TRN2)
 
 
 def test_a_price_is_kept_and_read_again():
     spec = MatmulSpec(m=8, k=192, n=128)
-    first = simulated_us(spec, "trn2")
-    prices._simulated_us.cache_clear()
-    assert simulated_us(spec, "trn2") == first
+    first = simulated_us(spec, TRN2)
+    prices.simulated_us.cache_clear()
+    assert simulated_us(spec, TRN2) == first
 
 
 def test_two_cores_are_charged_a_barrier_on_every_way():
     one, two = (ways(SPEC, "trn2", lnc) for lnc in (1, 2))
     shared = dataclasses.replace(SPEC, lnc=2)
     beyond = prices.exchanges_of(shared) * prices.beyond_simulated_us(TRN2)
-    assert two.fused == estimate_us(shared, "trn2") + PAIR_BARRIER_US + beyond != one.fused
+    assert two.fused == estimate_us(shared, TRN2) + PAIR_BARRIER_US + beyond != one.fused
     odd = dataclasses.replace(SPEC, m=7, n=333)  # cannot be shared: the other core waits
-    assert ways(odd, "trn2", 2).fused == estimate_us(odd, "trn2") + PAIR_BARRIER_US
+    assert ways(odd, "trn2", 2).fused == estimate_us(odd, TRN2) + PAIR_BARRIER_US
 
 
 @pytest.mark.parametrize(
@@ -186,9 +184,9 @@ def test_ranks_are_priced_with_the_sum_inside_and_apart():
     whole = LowRankSpec(m=16, k=4096, r=512, n=1024)
     rows = whole.sharded(4, "rows")
     found = ways(rows, "trn2", source="simulated")
-    assert found.fused == simulated_us(rows, "trn2") + wait_us(4, TRN2)
+    assert found.fused == simulated_us(rows, TRN2) + wait_us(4, TRN2)
     alone = dataclasses.replace(rows, tp=1, tp_axis="")
-    products = sum(simulated_us(one, "trn2") for one in alone.as_products()[0])
+    products = sum(simulated_us(one, TRN2) for one in alone.as_products()[0])
     summed = collective_us("all_reduce", 16 * 512 * 2, 4, TRN2)
     assert found.separate == pytest.approx(products + summed + 2 * LAUNCH_GAP_US)
     assert found.fused + 4 < found.separate

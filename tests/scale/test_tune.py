@@ -209,17 +209,17 @@ def test_predictions_take_tuned_times_where_they_are_asked_to(cache):
     from nmm_compiler.prediction.prices import Machine, kernel_price  # as in the next test
 
     chip = machine_target("trn2")
-    before = {name: price(SPEC, "trn2") for name, price in PRICES.items()}
+    before = {name: price(SPEC, chip) for name, price in PRICES.items()}
     assert before["tuned"] == before["simulated"]
     put_tuning(SPEC, ranked(SPEC, 1), 1.25)
-    assert PRICES["simulated"](SPEC, "trn2") == before["simulated"]
-    assert PRICES["tuned"](SPEC, "trn2") == 1.25
+    assert PRICES["simulated"](SPEC, chip) == before["simulated"]
+    assert PRICES["tuned"](SPEC, chip) == 1.25
     for price, us in (("tuned", 1.25), ("simulated", before["simulated"])):
         assert kernel_price(SPEC, Machine(chip, lnc=1, price=price)).us == us
     # a long call is as many launches
     launch = dataclasses.replace(SPEC, m=LARGEST_BUCKET)
     put_tuning(launch, ranked(launch, 0), 7.5)
-    assert PRICES["tuned"](dataclasses.replace(SPEC, m=3 * LARGEST_BUCKET + 8), "trn2") == 23.75
+    assert PRICES["tuned"](dataclasses.replace(SPEC, m=3 * LARGEST_BUCKET + 8), chip) == 23.75
 
 
 def test_a_compiled_file_brings_its_tunings(cache, tmp_path, monkeypatch):
