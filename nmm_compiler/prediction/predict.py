@@ -209,21 +209,28 @@ def _prediction(
 
 def _weight_bytes(model: MetaModel, machine: Machine, head: str) -> int:
     """Return the bytes of the weights that one logical core holds; tied ones count once."""
-    total = 0
-    for name, parameter in model.module.named_parameters():
-        size = parameter.numel() * parameter.element_size()
+    total, module = 0, model.module
+    few_bits = [
+        (name, held)
+        for name, held in module.named_buffers()
+        if held.dim() == 2 and (held.itemsize == 1 or name.endswith(".scale"))
+    ]
+    for name, held in (*module.named_parameters(), *few_bits):
+        size = held.nbytes
         here = machine.of_head if name == f"{head}.weight" else machine
         if here.form.base and name.endswith((".gate_up_proj", ".down_proj")):
-            owner: Any = model.module.get_submodule(name.rpartition(".")[0])
-            groups, *sizes = parameter.shape
+            owner: Any = module.get_submodule(name.rpartition(".")[0])
+            groups, *sizes = held.shape
             k, n = sizes if owner.dense_transposed else reversed(sizes)
             size = groups * here.form.stored_bytes(32 * tiles(k, 32), n)
-        elif here.form.base and parameter.dim() == 2 and "embed" not in name:
-            size = here.form.stored_bytes(*reversed(parameter.shape))
+        elif (
+            here.form.base
+            and isinstance(held, nn.Parameter)
+            and held.dim() == 2
+            and "embed" not in name
+        ):
+            size = here.form.stored_bytes(*reversed(held.shape))
         total += len(model.originals(name)) * size
-    for name, buffer in model.module.named_buffers():  # of few bits
-        if buffer.dim() == 2 and (buffer.element_size() == 1 or name.endswith(".scale")):
-            total += len(model.originals(name)) * buffer.nbytes
     return total
 
 
