@@ -11,6 +11,7 @@ torch.export.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -55,11 +56,12 @@ ALLOWED = {
 def _var_mean(
     x: Tensor, dims: Any = None, *, correction: float | None = None, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return variance and mean, computed in float32 or wider: torch-mlir's end in float64."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    """Return variance and mean, computed in float32 as PyTorch does: torch-mlir's are float64."""
+    wide = x if x.dtype == torch.float64 else x.float()
     squares = (wide - wide.mean(dims, keepdim=True)).square().sum(dims, keepdim)
-    terms = x.numel() // squares.numel() - (1 if correction is None else correction)
-    return (squares / terms).to(x.dtype), wide.mean(dims, keepdim).to(x.dtype)
+    terms = math.prod(x.shape[dim] for dim in dims or range(x.dim()))
+    variance = squares / (terms - (1 if correction is None else correction))
+    return variance.to(x.dtype), wide.mean(dims, keepdim).to(x.dtype)
 
 
 DECOMPOSITIONS = {**get_decomposition_table(), torch.ops.aten.var_mean.correction: _var_mean}
