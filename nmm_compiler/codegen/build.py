@@ -21,7 +21,7 @@ from nmm_compiler.cache.foreign import check_before_run
 from nmm_compiler.cache.key import Key
 from nmm_compiler.cache.store import Store
 from nmm_compiler.codegen.choose import choose
-from nmm_compiler.codegen.code_digests import code_fields
+from nmm_compiler.codegen.code_digests import key_fields
 from nmm_compiler.codegen.dialects import dialect_for
 from nmm_compiler.codegen.emitted_file import kernel_source
 from nmm_compiler.codegen.machine_target import machine_target
@@ -35,8 +35,7 @@ from nmm_compiler.options import INSTRUCTION_BUDGET, Options, is_on
 from nmm_compiler.records import Record
 from nmm_compiler.simulator.run import ArraySpec, Simulation, simulate, simulate_ranks
 from nmm_compiler.simulator.timing.profile import Profile
-from nmm_compiler.targets import Target, get
-from nmm_compiler.targets.this_machine import differences
+from nmm_compiler.targets import Target
 
 SOURCE_FILE = "kernel.py"
 _log = logging.getLogger(__name__)
@@ -273,18 +272,12 @@ def kernel_key(
     dialect: str = "nki",
 ) -> Key:
     """Return everything that can change the emitted source, by name."""
-    family = FAMILIES[spec.family]
     return Key.make(
         {
-            "family": family.name,
-            "spec": spec.to_dict(),
-            "target": target.name,
-            "machine": differences(target, get(target.name)),
+            **key_fields(spec, target, budget),
             "schedule": schedule.to_dict() if schedule is not None else "chosen",
-            "instruction_budget": budget,
             "python": ".".join(platform.python_version_tuple()[:2]),  # it prints the source
             "dialect": dialect,
             "nki": API_VERSION,
-            **code_fields(),
         }
     )

@@ -15,6 +15,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from nmm_compiler.kernels.base import KernelSpec
+from nmm_compiler.targets import Target, get
+from nmm_compiler.targets.this_machine import differences
 from nmm_compiler.version import VERSION
 
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -63,9 +66,14 @@ def code_digests(package: Path = _PACKAGE) -> Mapping[str, str]:
     return MappingProxyType({room: total.hexdigest()[:_LENGTH] for room, total in rooms.items()})
 
 
-def code_fields() -> dict[str, Any]:
-    """Return the fields of a cache key that say which code made an entry."""
+def key_fields(spec: KernelSpec, target: Target, budget: int) -> dict[str, Any]:
+    """Return the fields that every cache key of a kernel has: what for, and by which code."""
     return {
+        "family": spec.family,
+        "spec": spec.to_dict(),
+        "target": target.name,
+        "machine": differences(target, get(target.name)),
+        "instruction_budget": budget,
         "code": dict(code_digests()),
         "version": VERSION,
     }

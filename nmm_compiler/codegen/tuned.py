@@ -17,30 +17,19 @@ from collections.abc import Iterable, Mapping
 from nmm_compiler.cache.key import Key
 from nmm_compiler.cache.store import Store
 from nmm_compiler.codegen.choose import Choice
-from nmm_compiler.codegen.code_digests import code_fields
+from nmm_compiler.codegen.code_digests import key_fields
 from nmm_compiler.errors import CacheWarning, CapacityError
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.kernels.base import KernelSpec
 from nmm_compiler.options import INSTRUCTION_BUDGET
-from nmm_compiler.targets import Target, get
-from nmm_compiler.targets.this_machine import differences
+from nmm_compiler.targets import Target
 
 BEST, DEFAULT = "candidates.jsonl", "default.jsonl"
 
 
 def tuning_key(spec: KernelSpec, target: Target, budget: int = INSTRUCTION_BUDGET) -> Key:
     """Return the key of what was timed for a kernel: everything that can change its times."""
-    return Key.make(
-        {
-            "tuning": 1,
-            "family": spec.family,
-            "spec": spec.to_dict(),
-            "target": target.name,
-            "machine": differences(target, get(target.name)),
-            "instruction_budget": budget,
-            **code_fields(),
-        }
-    )
+    return Key.make({"tuning": 1, **key_fields(spec, target, budget)})
 
 
 @functools.lru_cache(maxsize=4096)

@@ -20,7 +20,7 @@ from nmm_compiler.cache.key import Key
 from nmm_compiler.cache.store import Store
 from nmm_compiler.codegen.build_many import Progress, each, request_of, request_text
 from nmm_compiler.codegen.choose import choose, rank, simulated
-from nmm_compiler.codegen.code_digests import code_fields
+from nmm_compiler.codegen.code_digests import key_fields
 from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.codegen.tuned import tuned_choice
 from nmm_compiler.errors import CapacityError, ShapeError, SpecError
@@ -28,9 +28,8 @@ from nmm_compiler.kernels.base import WEIGHTS, KernelSpec
 from nmm_compiler.kernels.experts.spec import ExpertsSpec
 from nmm_compiler.kernels.linear.spec import LinearSpec
 from nmm_compiler.options import INSTRUCTION_BUDGET, LARGEST_BUCKET, Options
-from nmm_compiler.targets import Target, get
+from nmm_compiler.targets import Target
 from nmm_compiler.targets.collective_time import collective_alone_us
-from nmm_compiler.targets.this_machine import differences
 
 _PRICE = "price.txt"
 NO_KERNEL = (CapacityError, ShapeError, SpecError)
@@ -110,15 +109,7 @@ def launches_of(spec: KernelSpec) -> dict[KernelSpec, int]:
 
 def price_key(spec: KernelSpec, chip: Target) -> Key:
     """Return the key in the kernel cache of the price that `simulated_us` gives one launch."""
-    return Key.make(
-        {
-            "price": "simulated_us",
-            "spec": spec.digest(64),
-            "target": chip.name,
-            "machine": differences(chip, get(chip.name)),
-            **code_fields(),
-        }
-    )
+    return Key.make({"price": "simulated_us", **key_fields(spec, chip, INSTRUCTION_BUDGET)})
 
 
 def tuned_us(spec: KernelSpec, chip: Target) -> float:

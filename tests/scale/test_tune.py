@@ -14,7 +14,7 @@ from nmm_compiler.cache.archive import pack
 from nmm_compiler.cache.entry import make
 from nmm_compiler.cache.store import Store
 from nmm_compiler.cli import cache as cache_command
-from nmm_compiler.codegen import build, choose, tune, tuned
+from nmm_compiler.codegen import build, choose, code_digests, tune, tuned
 from nmm_compiler.codegen.build_many import fill
 from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.codegen.on_ray import RayExecutor
@@ -142,10 +142,10 @@ def test_build_kernel_takes_the_tuned_schedule_and_verify_holds():
 def test_a_tuning_of_other_code_or_another_machine_is_not_used(monkeypatch):
     schedule = put_tuning(SPEC, ranked(SPEC))
     assert build.asked(SPEC).schedule == schedule
-    real = tuned.code_fields()
-    changed = {**real, "code": {**real["code"], "simulator": "0" * 16}}
+    real = code_digests.code_digests()
     with monkeypatch.context() as patch:
-        patch.setattr(tuned, "code_fields", lambda: changed)
+        changed = {**real, "simulator": "0" * 16}
+        patch.setattr(code_digests, "code_digests", lambda: changed)
         tuned.forget()
         assert build.asked(SPEC).schedule is None
     tuned.forget()
