@@ -325,9 +325,7 @@ class _Walk:
         rope, before, _, angles = unrotated(self.c, q, k)
         if rope == "q" and piece.ways and self.takes_norms and queries <= _FEW_TOKENS:
             turned = [n for n in upstream([q], {before, *angles}) if n in self.pointwise]
-            self.covered.update(turned)
-            inside = ((dataclasses.replace(kernel, rope=rope),),)
-            piece = dataclasses.replace(piece, ways=inside, apart=(self._region(turned), piece))
+            piece = self._taking_in(turned, piece, ((dataclasses.replace(kernel, rope=rope),),))
         self.found.append(piece)
 
     # -- dense products that the strongest kernels take together --------------------------------
@@ -342,43 +340,39 @@ class _Walk:
         """
         names = [name for one in products for name in one.weights]
         piece = self._piece("kernel", products[-1].node, names, ways=ways)
-        norm = self._norm_before(products)
-        total = self._sum_behind(products[-1]) if gated or len(products) == 1 else None
+        norm = functools.partial(_with_norm, self.c.forms.get(products[0].x), gated)
+        behind = self._sum_behind(products[-1]) if gated or len(products) == 1 else []
         with contextlib.suppress(SpecError, TypeError):  # kernels that take none in
-            if total is not None:
-                rows: Any = ways
-                summed = [(*row[:-1], dataclasses.replace(row[-1], residual=True)) for row in rows]
-                self.covered.add(total)
-                apart = (piece, self._region([total]))
-                piece = dataclasses.replace(piece, ways=tuple(summed), apart=apart)
-            if norm is not None:
-                inside = tuple(_with_norm(row, self.c.forms[norm], gated) for row in piece.ways)
-                helpers = self.c.helpers.get(norm, frozenset())
-                before = [n for n in self.pointwise if n is norm or n in helpers]
-                self.covered.update(before)
-                apart = (self._region(before), piece)
-                piece = dataclasses.replace(piece, ways=inside, apart=apart)
+            for nodes, inside in ((behind, _with_sum), (self._norm_before(products), norm)):
+                if nodes:
+                    piece = self._taking_in(nodes, piece, tuple(map(inside, piece.ways)))
         self.found.append(piece)
 
-    def _norm_before(self, products: Sequence[Computed]) -> fx.Node | None:
-        """Return the norm that is x of products, where nothing but these reads it."""
+    def _taking_in(self, nodes: Sequence[fx.Node], piece: Piece, ways: tuple[Row, ...]) -> Piece:
+        """Return a piece whose kernels compute pointwise nodes, too; apart these are a region."""
+        self.covered.update(nodes)
+        return dataclasses.replace(piece, ways=ways, apart=(self._region(nodes), piece))
+
+    def _norm_before(self, products: Sequence[Computed]) -> list[fx.Node]:
+        """Return the nodes of the norm that is x of products, where nothing but these reads it."""
         x = products[0].x
         final, form = owner_of(x), self.c.forms.get(x)
         if not self._takes(products[0]) or not isinstance(form, Norm) or form.eps is None:
-            return None
-        plain = final in self.pointwise and self.c.dtype(form.value) == self.c.dtype(final)
+            return []
         nodes = {one.node for one in products if one.x is x}
-        return final if plain and self.readers[final] == nodes else None
+        plain = final in self.pointwise and self.c.dtype(form.value) == self.c.dtype(final)
+        whole = {final, *self.c.helpers.get(final, ())}
+        return [n for n in self.pointwise if n in whole and plain and self.readers[final] == nodes]
 
-    def _sum_behind(self, last: Computed) -> fx.Node | None:
+    def _sum_behind(self, last: Computed) -> list[fx.Node]:
         """Return the sum of a product with a tensor of its size, where that alone reads it."""
         readers = self.readers[last.node]
         total = next(iter(readers), last.node)
         form = self.c.forms.get(total)
         if not self._takes(last) or len(readers) != 1 or not isinstance(form, Add):
-            return None
+            return []
         equal = {self._bytes(owner_of(key)) for order in form.orders for key in order}
-        return total if total in self.pointwise and equal == {self._bytes(last.node)} else None
+        return [total] if total in self.pointwise and equal == {self._bytes(last.node)} else []
 
     def _takes(self, one: Computed) -> bool:
         few = self.takes_norms and getattr(one.spec, "m", math.inf) <= _FEW_TOKENS
@@ -420,7 +414,12 @@ class _Walk:
         return Piece(kind, shown, count, dtype=dtype, **sizes)
 
 
-def _with_norm(row: Any, norm: Any, gated: bool) -> Row:
+def _with_sum(row: Any) -> Row:
+    """Return the kernels of a row with a residual that the last one adds."""
+    return *row[:-1], dataclasses.replace(row[-1], residual=True)
+
+
+def _with_norm(norm: Any, gated: bool, row: Any) -> Row:
     """Return the kernels of a row with a norm in those that read x: all but the last of a gated
     MLP in parts."""
     fields = {
