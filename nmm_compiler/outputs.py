@@ -17,7 +17,6 @@ import functools
 import json
 import os
 import shutil
-import stat
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -129,12 +128,8 @@ def _in_place(path: Path) -> bool:
     """
     if path.is_dir():
         raise IsADirectoryError(0, "it is a directory")
-    if os.path.abspath(path).startswith(("/dev/", "/proc/")) and path.exists():
-        return True
-    try:
-        return not stat.S_ISREG(path.stat().st_mode)
-    except OSError:
-        return False
+    shared = os.path.abspath(path).startswith(("/dev/", "/proc/"))
+    return path.exists() and (shared or not path.is_file())
 
 
 def replace_directory(

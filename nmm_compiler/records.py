@@ -40,11 +40,9 @@ def _revive(annotation: Any, value: Any) -> Any:
     """Turn JSON data back into the type that a field is annotated with."""
     origin = typing.get_origin(annotation)
     if origin in (typing.Union, types.UnionType):
-        if value is None:
-            return None
-        kinds = [kind for kind in typing.get_args(annotation) if kind is not type(None)]
         kind = type(value) if isinstance(value, (list, dict)) else Any
-        return _revive(next((k for k in kinds if json_kind(k) is kind), Any), value)
+        kinds = (one for one in typing.get_args(annotation) if json_kind(one) is kind)
+        return _revive(next(kinds, Any), value)
     if isinstance(annotation, type) and issubclass(annotation, Record):
         return annotation.from_dict(value)
     if origin is tuple:
