@@ -44,7 +44,6 @@ from nmm_compiler.codegen.check_against_float64 import compare, random_arrays
 from nmm_compiler.errors import FileError, NeuronSetupError
 from nmm_compiler.kernels.base import numpy_dtype
 from nmm_compiler.nki_api.lint import oldest_version
-from nmm_compiler.ops.launches import axes_that_differ
 from nmm_compiler.options import neuron_environment
 from nmm_compiler.runtime import machine
 from nmm_compiler.simulator.loading.source_text import read_source, run_source
@@ -284,14 +283,14 @@ def _difference(spec: Any, arrays: Sequence[Any], got: Sequence[Any]) -> str | N
     """Return how the results of some tokens differ from the float64 reference, or None."""
     chosen = _chosen(spec.m) if spec.splits_tokens else np.arange(spec.m)
     small = dataclasses.replace(spec, m=len(chosen))
-    arrays = _of_tokens(arrays, spec.inputs(), small.inputs(), chosen)
+    arrays = _of_tokens(arrays, spec.inputs(), chosen)
     if spec.world_size > 1:  # operands of the product that all ranks compute
         arrays = small.joined(*arrays)
     references = (small.reference, small.error_bound, small.typical_error)
     wanted, bounds, typical = (several(one(*arrays)) for one in references)
     proof = compare(
         "first run",
-        tuple(_of_tokens(got, spec.outputs(), small.outputs(), chosen)),
+        tuple(_of_tokens(got, spec.outputs(), chosen)),
         wanted,
         bounds,
         typical,
@@ -312,15 +311,11 @@ def _chosen(m: int) -> Any:
     return np.sort([0, m - 1, *(1 + between)])
 
 
-def _of_tokens(arrays: Sequence[Any], whole: Any, small: Any, chosen: Any) -> list[Any]:
-    """Return each array with the chosen tokens only, where it has tokens.
-
-    `whole` and `small` are the same operands with all tokens and with the chosen ones, so their
-    shapes differ in the axis of the tokens.
-    """
+def _of_tokens(arrays: Sequence[Any], operands: Sequence[Any], chosen: Any) -> list[Any]:
+    """Return the arrays of operands with the chosen tokens only, where one has tokens."""
     return [
-        array if axis is None else np.take(array, chosen, axis)
-        for array, axis in zip(arrays, axes_that_differ(whole, small), strict=True)
+        array if one.token_dim is None else np.take(array, chosen, one.token_dim)
+        for array, one in zip(arrays, operands, strict=True)
     ]
 
 

@@ -75,19 +75,16 @@ _MODULES = ("nl", "nisa")
 
 # Instruction -> attributes of the destination t that it takes as keywords: dtype=t.dtype.
 _ADDED: dict[str, tuple[str, ...]] = {
-    "tensor_copy": ("dtype",),
-    "activation": ("dtype",),
-    "tensor_tensor": ("dtype",),
-    "tensor_scalar": ("dtype",),
-    "scalar_tensor_tensor": ("dtype",),
-    "reciprocal": ("dtype",),
-    "tensor_reduce": ("dtype",),
-    "affine_select": ("dtype",),
+    **dict.fromkeys(
+        (
+            "tensor_copy", "activation", "tensor_tensor", "tensor_scalar",
+            "scalar_tensor_tensor", "reciprocal", "tensor_reduce", "affine_select",
+        ),
+        ("dtype",),
+    ),
     "memset": ("shape", "dtype"),
-    "nc_transpose": (),
-    "dma_transpose": (),
-    "nc_matmul": (),
-}
+    **dict.fromkeys(("nc_transpose", "dma_transpose", "nc_matmul"), ()),
+}  # fmt: skip
 
 # Keywords that Beta 1 has no form for. The queue of a DMA is the compiler's choice there.
 _DROPPED: dict[str, tuple[str, ...]] = {
@@ -339,11 +336,9 @@ class _Function(Editor):
     def _instruction(self, made: Any, name: str) -> ast.stmt:
         if name != "dma_copy" and name not in _ADDED:
             raise no_beta1_form(f"nisa.{name}")
-        dst, src = keyword(made, "dst"), keyword(made, "src")
-        assert dst is not None
+        dst = keyword(made, "dst")
         if name == "dma_copy":
-            assert src is not None
-            return self._copy(dst, src)
+            return self._copy(dst, keyword(made, "src"))
         dropped = ("dst", *_DROPPED.get(name, ()))
         given = [arg for arg in made.keywords if arg.arg not in dropped]
         for added in _ADDED[name]:
