@@ -60,17 +60,18 @@ _UNSURE = Made({})
 """One of several records."""
 
 
-_RULES: dict[Any, tuple[Callable[..., Value], Callable[..., Any]]] = {
-    ast.Add: (of_whole, operator.add), ast.Sub: (of_whole, operator.sub),
-    ast.Mult: (of_whole, operator.mul), ast.Mod: (divided, operator.mod),
-    ast.FloorDiv: (divided, operator.floordiv),
-    ast.Lt: (of_whole, operator.lt), ast.LtE: (of_whole, operator.le),
-    ast.Gt: (of_whole, operator.gt), ast.GtE: (of_whole, operator.ge),
-    ast.Eq: (computed, operator.eq), ast.NotEq: (computed, operator.ne),
-    ast.Not: (computed, operator.not_), ast.USub: (computed, operator.neg),
-    "min": (of_whole, min), "max": (of_whole, max), "len": (computed, len),
+_RULES: dict[Callable[..., Value], dict[Any, Callable[..., Any]]] = {
+    of_whole: {
+        ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Lt: operator.lt,
+        ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge, "min": min, "max": max,
+    },
+    divided: {ast.Mod: operator.mod, ast.FloorDiv: operator.floordiv},
+    computed: {
+        ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Not: operator.not_,
+        ast.USub: operator.neg, "len": len,
+    },
 }  # fmt: skip
-"""Operation -> how the values of its operands give that of the result, and the Python function."""
+"""How the values of operands give that of a result -> operation -> the Python function."""
 
 
 def has_literal(value: Any) -> bool:
@@ -391,5 +392,7 @@ class Folder(Editor):
         return None
 
     def _operation(self, sign: Any, *sides: ast.expr) -> Value:
-        how, function = _RULES.get(sign, (None, None))
-        return how(function, *map(self.value, sides)) if how else None
+        for how, functions in _RULES.items():
+            if sign in functions:
+                return how(functions[sign], *map(self.value, sides))
+        return None

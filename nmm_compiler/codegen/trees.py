@@ -156,14 +156,20 @@ def nodes(*trees: ast.AST) -> Iterator[Any]:
 
 def assigned_names(statements: Iterable[ast.AST]) -> set[str]:
     """Return the names that the statements bind."""
-    bound = (node for node in nodes(*statements) if isinstance(node, ast.Name))
-    return {node.id for node in bound if isinstance(node.ctx, ast.Store)}
+    return {
+        node.id
+        for node in nodes(*statements)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
 
 
 def names_used(trees: Iterable[ast.AST]) -> set[str]:
     """Return the names that the trees read."""
-    read = (node for node in nodes(*trees) if isinstance(node, ast.Name))
-    return {node.id for node in read if isinstance(node.ctx, ast.Load)}
+    return {
+        node.id
+        for node in nodes(*trees)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+    }
 
 
 def assigned(statement: Any) -> tuple[str, Any]:
