@@ -25,7 +25,7 @@ from nmm_compiler.passes.graph.canonical import Canonical, Key, Virtual
 from nmm_compiler.passes.graph.effects import is_pure
 from nmm_compiler.passes.graph.read_graph import is_distributed
 from nmm_compiler.passes.graph.torch_names import target_name
-from nmm_compiler.passes.graph.views import Atom, Dims, Size
+from nmm_compiler.passes.graph.views import FEATURE, Dims, Size
 
 aten = torch.ops.aten
 _ALWAYS_SAID = ("layout", "eps", "target", "executor")
@@ -198,10 +198,11 @@ class Editor:
 
     def arrange(self, node: fx.Node, have: Dims, want: Dims) -> fx.Node:
         """Turn a value whose dimensions are `have` into one whose dimensions are `want`."""
-        atoms, wanted = _refine(have, want)
-        if atoms != wanted:
-            node = self.reshape(node, [atom.size for atom in atoms])
-            node = self.permute(node, [atoms.index(atom) for atom in wanted])
+        if have != want:
+            sizes, order = _parts(have, want)
+            if order != sorted(order):
+                node = self.reshape(node, sizes)
+                node = self.permute(node, [order.index(part) for part in range(len(order))])
         return self.reshape(node, views.shape_of(want))
 
     def like(self, node: fx.Node, original: fx.Node) -> fx.Node:
@@ -280,28 +281,20 @@ def stride_key(value: torch.Tensor) -> tuple[Any, ...]:
     return tuple(views.as_size(stride) for size, stride in pairs if size != 1)
 
 
-def _refine(have: Dims, want: Dims) -> list[list[Atom]]:
-    """Return the atoms of both sides in order, split until they are the same set."""
-    cuts: dict[int, set[Size]] = {}
-    for dim in (*have, *want):
-        for atom in dim:
-            cuts.setdefault(atom.axis, set()).update(
-                (atom.inner, views.product((atom.inner, atom.size)))
-            )
-    return [
-        [part for dim in dims for atom in dim for part in _split(atom, cuts[atom.axis])]
+def _parts(have: Dims, want: Dims) -> tuple[list[Size], list[int]]:
+    """Return the sizes of the parts that dimensions are to be cut into, in order, and which part
+    of what is wanted each of them becomes."""
+    have, want = (
+        tuple(tuple(a._replace(axis=a.axis - FEATURE) for a in dim) for dim in dims)
         for dims in (have, want)
-    ]
-
-
-def _split(atom: Atom, cuts: set[Size]) -> list[Atom]:
-    """Cut an atom at every cut that lies inside of it, in whatever order they come."""
-    end = views.product((atom.inner, atom.size))
-    for cut in cuts:
-        if cut in (atom.inner, end):
-            continue
-        below, above = views.divide(cut, atom.inner), views.divide(end, cut)
-        if below is not None and above is not None:
-            upper, lower = Atom(atom.axis, above, cut), Atom(atom.axis, below, atom.inner)
-            return [*_split(upper, cuts), *_split(lower, cuts)]
-    return [atom]
+    )
+    sizes: dict[int, Size] = {}
+    for atom in itertools.chain(*have):
+        sizes[atom.axis] = views.times(atom.size, sizes.get(atom.axis, 1))
+    shape = views.shape_of(have)
+    over: Any = views.invert(have, views.identity(shape), sizes)
+    wanted: Any = views.compose(want, dict(zip(sizes, over, strict=True)))
+    parts = tuple((atom,) for dim in wanted for atom in dim)
+    cut: Any = views.invert(parts, views.identity(views.shape_of(parts)), dict(enumerate(shape)))
+    atoms = list(itertools.chain(*cut))
+    return [atom.size for atom in atoms], [atom.axis for atom in atoms]
