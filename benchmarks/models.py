@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 import typer
 
-from nmm_compiler.prediction.meta_models import public_models
+from nmm_compiler.prediction.meta_models import PUBLIC_MODELS
 from nmm_compiler.prediction.model import ModelPrediction
 from nmm_compiler.prediction.predict import predict
 
@@ -79,7 +79,7 @@ def main(
             continue
         made = predicted(run, price)
         assert made.tpot_us is not None
-        experts = "num_experts_per_tok" in public_models()[run["model"]]
+        experts = "num_experts_per_tok" in PUBLIC_MODELS[run["model"]]
         stack = run.get("stack", "neuronx-cc")
         kind = "with experts" if experts else "dense" if stack in PRODUCTION else f"stack {stack}"
         error = abs(made.tpot_us / 1e3 / run["tpot_ms"] - 1)

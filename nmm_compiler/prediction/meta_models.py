@@ -23,7 +23,6 @@ products and a collective.
 
 from __future__ import annotations
 
-import copy
 import functools
 import re
 from collections.abc import Mapping
@@ -51,11 +50,8 @@ from nmm_compiler.ops import registration as _registered  # noqa: F401  (defines
 from nmm_compiler.outputs import read_json
 from nmm_compiler.prediction.walk import Pass
 
-
-@functools.cache
-def public_models() -> dict[str, dict[str, Any]]:
-    """Return the configs of public models that ship with the package, by name."""
-    return read_json(Path(__file__).with_name("public_models.json"))
+PUBLIC_MODELS = read_json(Path(__file__).with_name("public_models.json"))
+"""The configs of public models that ship with the package, by name."""
 
 
 def meta_model(model_or_config: Any, dtype: torch.dtype) -> MetaModel:
@@ -65,85 +61,81 @@ def meta_model(model_or_config: Any, dtype: torch.dtype) -> MetaModel:
     name, or a directory or file with a config. Raises ModelError for anything else,
     UnknownNameError for an unknown name, MissingPackageError where transformers is missing.
     """
-    config = as_given(model_or_config)
-    if isinstance(config, nn.Module):
-        return MetaModel(without_data(config), type(config).__name__)
-    name, saved = str(config.name_or_path) or str(config.model_type), saved_layers(config)
+    given = as_given(model_or_config)
+    if isinstance(given, nn.Module):
+        return MetaModel(without_data(given), type(given).__name__)
+    saved = saved_layers(given)
     transformers = require_transformers("a model without its code")
     auto = transformers.models.auto.modeling_auto
-    named = " ".join(getattr(config, "architectures", None) or ())
+    named = " ".join(given.get("architectures") or ())
     generates = "CausalLM" in named or "LMHead" in named
-    if not named:
-        encoder = type(config) in auto.MODEL_FOR_MASKED_LM_MAPPING
-        generates = type(config) in auto.MODEL_FOR_CAUSAL_LM_MAPPING and not encoder
-    kind = transformers.AutoModelForCausalLM if generates else transformers.AutoModel
     with torch.device("meta"):
         try:
-            module = kind.from_config(dense_config(config), dtype=dtype)
+            config = transformers.AutoConfig.for_model(**dense_config(given))
+            if not named:
+                encoder = type(config) in auto.MODEL_FOR_MASKED_LM_MAPPING
+                generates = type(config) in auto.MODEL_FOR_CAUSAL_LM_MAPPING and not encoder
+            kind = transformers.AutoModelForCausalLM if generates else transformers.AutoModel
+            module = kind.from_config(config, dtype=dtype)
         except Exception as error:  # a model's code meets the sizes of any file here
             text = f"{type(error).__name__}: {one_line(error)}"
             raise ModelError(f"transformers makes no model of the config: {text}") from error
         if saved is not None:
             hf_layers.prepare(module, saved)
-    return MetaModel(module.eval(), name)
+    return MetaModel(module.eval(), str(given["name_or_path"] or given["model_type"]))
 
 
-def saved_layers(config: Any) -> hf_layers.Saved | None:
-    """Return what the config of a saved low-rank model says of its layers, None for any other.
+def saved_layers(given: Any) -> hf_layers.Saved | None:
+    """Return what the fields of a saved low-rank model say of its layers, None for any other.
 
     Raises ModelError for a config of another quantization, FileError for a damaged one.
     """
-    saved = getattr(config, "quantization_config", None)
+    saved = None if isinstance(given, _MADE) else given.get("quantization_config")
     if saved is None:
         return None
-    fields = saved if isinstance(saved, Mapping) else saved.to_dict()
-    if fields.get("quant_method") != hf_layers.METHOD:
+    if saved.get("quant_method") != hf_layers.METHOD:
         raise ModelError(
-            f"the config is of a model quantized by {fields.get('quant_method')}; pass the config "
+            f"the config is of a model quantized by {saved.get('quant_method')}; pass the config "
             "of the model that it was made from, and weights= for the format"
         )
-    return hf_layers.read_layers(fields)
+    return hf_layers.read_layers(saved)
 
 
 def dense_config(given: Any) -> Any:
-    """Return a config without the ranks of a saved low-rank model; a module as it is."""
-    if getattr(given, "quantization_config", None) is None:
+    """Return fields without the ranks of a saved low-rank model; what is made as it is."""
+    if isinstance(given, _MADE):
         return given
-    made = copy.deepcopy(given)
-    del made.quantization_config
-    return made
+    return {name: value for name, value in given.items() if name != "quantization_config"}
 
 
 def as_given(given: Any) -> Any:
-    """Return a module, or what is prepared, as it is, else the transformers config of a config, a
-    dict of its fields, a path or a public name."""
-    if isinstance(given, (nn.Module, Prepared)):
+    """Return a module, or what is prepared, as it is, else all fields of a transformers config, of
+    a dict of some of them, of a path or of a public name; they are JSON data."""
+    if isinstance(given, _MADE):
         return given
     transformers = require_transformers("a model without its code")
-    if isinstance(given, transformers.PreTrainedConfig):
-        return copy.deepcopy(given)
-    named = {}
     if isinstance(given, (str, Path)):
-        path = Path(given) / "config.json" if Path(given).is_dir() else Path(given)
-        name = Path(given).name
-        if path.is_file():
-            given = read_json(path)
-        elif str(given).lower() in public_models():
-            name = str(given).lower()
-            given = public_models()[name]
+        path, name = Path(given), str(given).lower()
+        file = path / "config.json" if path.is_dir() else path
+        if file.is_file():
+            given = {**read_json(file), "name_or_path": path.name}
+        elif name in PUBLIC_MODELS:
+            given = {**PUBLIC_MODELS[name], "name_or_path": name}
         else:
             forms = ("DIRECTORY with config.json", "CONFIG.json")
-            raise UnknownNameError("model", str(given), list(public_models()), forms)
-        named = {"name_or_path": name}
-    if not isinstance(given, Mapping) or "model_type" not in given:
+            raise UnknownNameError("model", str(given), list(PUBLIC_MODELS), forms)
+    config = given if isinstance(given, transformers.PreTrainedConfig) else None
+    if config is None and (not isinstance(given, Mapping) or "model_type" not in given):
         raise ModelError(
             f"cannot predict {given!r:.80}: pass an nn.Module, a transformers config, a dict with "
             "its fields and model_type, a directory with a config.json, or a public name"
         )
     try:
-        return transformers.AutoConfig.for_model(**{**given, **named})
+        config = config or transformers.AutoConfig.for_model(**given)
     except Exception as error:  # each config class has checks, and errors, of its own
         raise ModelError(f"transformers refuses the config: {one_line(error)}") from error
+    own = {"name_or_path": config.name_or_path, "attn_implementation": config._attn_implementation}
+    return config.to_dict() | own
 
 
 @dataclass(frozen=True)
@@ -154,7 +146,6 @@ class Prepared:
     """
 
     model: MetaModel
-    ranks: tuple[int, ...]
     parameters: int
     shared: int
 
@@ -167,6 +158,9 @@ class Prepared:
         sizes = {"prefill": "prompt", "decode": "context"} if generates else {"pass": "prompt"}
         batch = setting["batch"]
         return [Pass(self.model, name, batch, setting[size]) for name, size in sizes.items()]
+
+
+_MADE = (nn.Module, Prepared)
 
 
 def prepare(given: Any, low: Mapping[str, Any] | None, dtype: str, tp: int) -> Prepared:
@@ -186,13 +180,13 @@ def prepare(given: Any, low: Mapping[str, Any] | None, dtype: str, tp: int) -> P
     if low is not None:
         compress(model.module, **low, allow_slower=True)
         model.module.requires_grad_(False)
-    ranks = tuple(sorted(set(hf_layers.saved_layers(model.module)["ranks"].values()) - {0}))
     parameters = count_parameters(model.module)
     shared = experts_as_calls(model, tp)
     shorten(model)
-    shard(model, tp)
-    sum_shared_once(model, tp)
-    return Prepared(model, ranks, parameters, shared)
+    if tp > 1:
+        shard(model, tp)
+        sum_shared_once(model)
+    return Prepared(model, parameters, shared)
 
 
 # -- one core of a group ---------------------------------------------------------------------
@@ -246,8 +240,6 @@ def shard(model: MetaModel, tp: int) -> None:
     Each core has at least one key and value head, and as many query heads as belong to it. Raises
     ModelError for a model without a tensor-parallel plan.
     """
-    if tp == 1:
-        return
     found = linear_roles(model.module)
     if getattr(model.module, "_tp_plan", None):
         found = {**_usual_roles(model.module), **found}
@@ -298,11 +290,10 @@ def _cut_linear(
         whole, part_k, keys = heads
         part_n = part_k if n == whole else keys
     sizes = (part_k, n) if role == "rowwise" else (k, part_n)
-    new: nn.Module
     if isinstance(old, LowRankLinear):
         kind = _RowsLowRank if role == "rowwise" else LowRankLinear
-        new = kind(sizes[0], old.rank, sizes[1], bias, device="meta", dtype=dtype)
-        new.tp = tp  # type: ignore[assignment]
+        new: Any = kind(sizes[0], old.rank, sizes[1], bias, device="meta", dtype=dtype)
+        new.tp = tp
     else:
         new = nn.Linear(*sizes, bias, device="meta", dtype=dtype)
         if role != "colwise":
@@ -393,9 +384,9 @@ def _cut_experts(layer: nn.Module, held: dict[str, nn.Parameter], tp: int) -> in
     return tp if by_groups else 1
 
 
-def sum_shared_once(model: MetaModel, tp: int) -> None:
+def sum_shared_once(model: MetaModel) -> None:
     """Sum over the cores once where a layer adds its shared experts to those that tokens chose."""
-    for block in list(model.module.modules()) if tp > 1 else ():
+    for block in list(model.module.modules()):
         calls = [one for one in block.children() if isinstance(one, CompressedExperts)]
         shared = [one for name, one in block.named_children() if name.startswith("shared_expert")]
         ends = [end for one in shared for end in one.modules() if hasattr(end, HOOK)]

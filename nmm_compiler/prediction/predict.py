@@ -18,6 +18,7 @@ from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.errors import OptionTypeError
 from nmm_compiler.kernels.base import CORES, check_name, check_sizes, item_bytes
 from nmm_compiler.kernels.tiling import tiles
+from nmm_compiler.lowrank_models.hf_layers import saved_layers as layers_of
 from nmm_compiler.lowrank_models.meta_copies import MetaModel
 from nmm_compiler.lowrank_models.select import Patterns
 from nmm_compiler.options import DTYPES
@@ -135,12 +136,15 @@ def predict(
     before = made(original)
     if not low_rank and dense is None and saved_layers(given) is None:
         return before
-    low = {"ratio": ratio, "rank": rank, "include": include, "exclude": exclude}
+    each = dict(rank) if isinstance(rank, Mapping) else rank
+    low = {"ratio": ratio, "rank": each, "include": include, "exclude": exclude}
     return made(given, low if low_rank else None, before)
 
 
-_KEPT: dict[str, Prepared] = {}
-_KEPT_MOST = 64  # models of a plan, by their ratios and the cores that share them
+@functools.lru_cache(maxsize=64)  # models of a plan, by their ratios and the cores that share them
+def _kept(wanted: str) -> Prepared:
+    """Return what `prepare` makes of arguments in JSON: a plan asks for each many times."""
+    return prepare(*json.loads(wanted))
 
 
 def _prediction(
@@ -150,21 +154,15 @@ def _prediction(
 ) -> ModelPrediction:  # fmt: skip
     """Return the prediction of a model as it is, or as `compress` would make it.
 
-    named: the target, as given. A config's model is kept: a plan asks for it many times.
+    named: the target, as given.
     """
-    key = ""
-    if not isinstance(given, (nn.Module, Prepared)) and inputs is None:
-        config = {**given.to_dict(), "name_or_path": given.name_or_path}
-        key = json.dumps([config, low, dtype, machine.tp], default=str, sort_keys=True)
-    prepared = (
-        given
-        if isinstance(given, Prepared)
-        else _KEPT.get(key) or prepare(given, low, dtype, machine.tp)
-    )
-    if key:
-        _KEPT[key] = prepared
-    if len(_KEPT) > _KEPT_MOST:
-        del _KEPT[next(iter(_KEPT))]
+    wanted = given, low, dtype, machine.tp
+    if isinstance(given, Prepared):
+        prepared = given
+    elif isinstance(given, nn.Module) or inputs is not None:
+        prepared = prepare(*wanted)
+    else:
+        prepared = _kept(json.dumps(wanted, default=list))
     model = prepared.model
     output = getattr(model.module, "get_output_embeddings", lambda: None)()
     head = next((name for name, one in model.module.named_modules() if one is output), "")
@@ -192,7 +190,7 @@ def _prediction(
         tp=machine.tp,
         lnc=machine.lnc,
         ratio=None if low is None else low["ratio"],
-        ranks=prepared.ranks,
+        ranks=tuple(sorted({*layers_of(model.module)["ranks"].values()} - {0})),
         parameters=prepared.parameters,
         phases=tuple(phases),
         memory=Memory(

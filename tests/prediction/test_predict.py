@@ -22,7 +22,7 @@ from nmm_compiler.kernels.linear.specs import GatedMLPSpec, LowRankSpec, MatmulS
 from nmm_compiler.options import Options
 from nmm_compiler.prediction import predict as predict_module
 from nmm_compiler.prediction.forms import read_form
-from nmm_compiler.prediction.meta_models import meta_model, public_models
+from nmm_compiler.prediction.meta_models import PUBLIC_MODELS, meta_model
 from nmm_compiler.prediction.model import ModelPrediction
 from nmm_compiler.prediction.predict import predict
 from nmm_compiler.prediction.prices import Machine, kernel_price, price
@@ -182,8 +182,9 @@ def test_weights_of_one_byte_halve_the_matrices_and_their_bytes():
 def test_equal_layers_are_traced_once_and_count_as_many(monkeypatch):
     short = llama()
     monkeypatch.setattr("nmm_compiler.prediction.meta_models.shorten", lambda model: None)
-    monkeypatch.setattr(predict_module, "_KEPT", {})
+    predict_module._kept.cache_clear()
     whole = predict(LLAMA, "trn2", **BASE, last=True)
+    predict_module._kept.cache_clear()
     for a, b in zip(short.phases[1:], whole.phases, strict=True):
         ours, theirs = a.by("kind"), b.by("kind")
         # The sum that a layer adds to is a step of the next layer's first region: one of eight.
@@ -339,7 +340,7 @@ def test_public_models_have_the_size_of_their_name():
     for name, size in billions.items():
         model = meta_model(name, torch.bfloat16).module
         assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(size, rel=0.01)
-    assert len(public_models()) >= 18
+    assert len(PUBLIC_MODELS) >= 18
 
 
 def test_two_cores_are_priced_as_the_backend_launches_them_also_where_one_is_faster():

@@ -290,7 +290,7 @@ def _parts(have: Dims, want: Dims) -> tuple[list[Size], list[int]]:
     )
     sizes: dict[int, Size] = {}
     for atom in itertools.chain(*have):
-        sizes[atom.axis] = views.times(atom.size, sizes.get(atom.axis, 1))
+        sizes[atom.axis] = views.product((atom.size, sizes.get(atom.axis, 1)))
     shape = views.shape_of(have)
     over: Any = views.invert(have, views.identity(shape), sizes)
     wanted: Any = views.compose(want, dict(zip(sizes, over, strict=True)))
