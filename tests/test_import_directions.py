@@ -66,8 +66,9 @@ OPTIONAL = {
 # The one file that touches the Neuron SDK, and what it may touch.
 NEURON = {"nki", "neuronxcc", "torch_neuronx", "torch_xla", "libneuronxla"}
 NEURON_FILE = "runtime/neuron.py"
-# Loaded once transformers is: its quantizer.
-FOR_TRANSFORMERS = {"lowrank_models/hf_quantizer.py"}
+# Loaded once their package is known to be there: transformers' quantizer, and what an export does
+# with torch-mlir.
+LOADED_BEHIND = {"lowrank_models/hf_quantizer.py", "mlir/lower.py"}
 OP_FILE = "op.py"  # of a kernel family: its torch op, which belongs to the room ops
 
 
@@ -191,7 +192,7 @@ def third_party_faults(found):
     if package in OPTIONAL:
         if room not in OPTIONAL[package]:
             yield f"{found}: {package} is optional and {room} is not a room that may use it"
-        elif not found.lazy and found.file not in FOR_TRANSFORMERS:
+        elif not found.lazy and found.file not in LOADED_BEHIND:
             yield (
                 f"{found} when the module loads; it is optional: import it in the function that "
                 "needs it and raise MissingPackageError"
