@@ -483,7 +483,8 @@ Where = Callable[..., bool | str]
 
 
 class PatternRule(Rule):
-    """A rule of two functions; `rule` makes it."""
+    """A rule of two functions, asked at every node with the operation of the pattern's last one;
+    `rule` makes it."""
 
     def __init__(
         self,
@@ -502,18 +503,14 @@ class PatternRule(Rule):
                 raise unreadable_pattern(pattern, f"it has no tensor parameter {given!r}")
         self.patterns = functools.cache(functools.partial(read_patterns, self))
         first = self.patterns(torch.float32)[0]
-        self._root = type(first.c.forms[first.root])
+        self.ends_at: tuple[type, ...] = (type(first.c.forms[first.root]),)
 
-    def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
-        """Propose every node with the operation of the pattern's last node."""
-        dtype = graph.dtype(node)
-        floating = dtype is not None and dtype.is_floating_point
-        if floating and isinstance(graph.forms.get(node), self._root):
-            yield node, dtype
-
-    def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
+    def check(self, graph: Canonical, candidate: fx.Node) -> Match | Refusal | None:
         """Find the pattern at a node, and check whether it may be replaced there."""
-        node, dtype = candidate
+        node, dtype = candidate, graph.dtype(candidate)
+        floating = dtype is not None and dtype.is_floating_point
+        if not floating or not isinstance(graph.forms.get(node), self.ends_at):
+            return None
         refusal: Refusal | None = None
         nearest = Refusal("pattern", "", node)
         for pattern in self.patterns(dtype):
