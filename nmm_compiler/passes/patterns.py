@@ -24,18 +24,17 @@ of the built-in rules hold here too.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import Node, map_arg
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from nmm_compiler.errors import BrokenRuleError, unreadable_pattern
@@ -92,7 +91,7 @@ def parameters_of(function: Callable[..., Any]) -> tuple[list[str], dict[str, fl
 class Pattern:
     """One reading of a pattern function. root, root_dims: its result as a view of a base."""
 
-    def __init__(self, rule: PatternRule, c: Canonical, result: fx.Node) -> None:
+    def __init__(self, rule: PatternRule, c: Canonical, result: Node) -> None:
         self.rule, self.c = rule, c
         # The parameter, power and sign that a number of the trace stands for.
         self._said = {
@@ -145,7 +144,7 @@ def read_pattern(rule: PatternRule, ranks: Mapping[str, int], dtype: torch.dtype
         values = [torch.empty((_SIZE,) * ranks[name], dtype=dtype) for name in rule.tensors]
         module = make_fx(call, tracing_mode="real", pre_dispatch=True)(*values)
     (result,) = next(iter(reversed(module.graph.nodes))).args
-    if not isinstance(result, fx.Node):
+    if not isinstance(result, Node):
         raise unreadable_pattern(function, "it returns other than one tensor")
     pattern = Pattern(rule, read_graph(module, collect_values(module, None)), result)
     axes = {*range(len(pattern.root_shape))}
@@ -211,8 +210,8 @@ class Spelling:
     name: str
     operands: Sequence[Key]
     numbers: tuple[float, ...] = ()
-    nodes: frozenset[fx.Node] = frozenset()
-    arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    nodes: frozenset[Node] = frozenset()
+    arguments: Mapping[str, Any] = field(default_factory=dict)
     in_place: bool = False
 
     def __str__(self) -> str:
@@ -242,13 +241,13 @@ def spellings(c: Canonical, key: Key) -> Iterator[Spelling]:
         same = {"offset": form.offset, "vectors": [*held]}
         operands = [form.value, *held.values()]
         yield Spelling(describe(form), operands, (form.eps,), arguments=same)
-    elif isinstance(form, Opaque) and isinstance(key, fx.Node):
+    elif isinstance(form, Opaque) and isinstance(key, Node):
         yield from _call(key, form)
 
 
-def _terms(c: Canonical, key: Key, number: float) -> list[tuple[Key, float, frozenset[fx.Node]]]:
+def _terms(c: Canonical, key: Key, number: float) -> list[tuple[Key, float, frozenset[Node]]]:
     """Return a term of a sum as it is, and without a number that multiplies it, if one does."""
-    terms = [(key, number, frozenset[fx.Node]())]
+    terms = [(key, number, frozenset[Node]())]
     base = c.base(key)[0]
     form = c.forms[base]
     if isinstance(form, Scale) and isinstance(form.factor, float) and c.is_whole(key):
@@ -256,7 +255,7 @@ def _terms(c: Canonical, key: Key, number: float) -> list[tuple[Key, float, froz
     return terms
 
 
-def _call(node: fx.Node, form: Opaque) -> Iterator[Spelling]:
+def _call(node: Node, form: Opaque) -> Iterator[Spelling]:
     """Yield the call of an operation by its name and its arguments by ATen's names, without those
     that are off, tensors in order of names."""
     named = named_arguments(node)
@@ -265,7 +264,7 @@ def _call(node: fx.Node, form: Opaque) -> Iterator[Spelling]:
     renamed = {"self" if n in ("input", "self") else n: v for n, v in named.items()}
     given = {n: v for n, v in renamed.items() if v is not None and v is not False and n[0] != "_"}
     along_last = isinstance(form, AlongLast)
-    operands = {name: given[name] for name in sorted(given) if isinstance(given[name], fx.Node)}
+    operands = {name: given[name] for name in sorted(given) if isinstance(given[name], Node)}
     rest = {name: value for name, value in given.items() if name not in operands}
     if along_last:
         rest.pop("dim", None)
@@ -288,7 +287,7 @@ class Found:
 
     values: Mapping[Any, tuple[Key, Dims]]
     numbers: Mapping[str, float]
-    nodes: frozenset[fx.Node]
+    nodes: frozenset[Node]
     out_dims: Dims = ()
 
     def shapes(self) -> dict[str, list[Any]]:
@@ -311,7 +310,7 @@ class Unifier:
     nearest: the mismatch that came furthest, with how many values agreed.
     """
 
-    def __init__(self, pattern: Pattern, c: Canonical, node: fx.Node) -> None:
+    def __init__(self, pattern: Pattern, c: Canonical, node: Node) -> None:
         self.pattern, self.p, self.c, self.node = pattern, pattern.c, c, node
         self.nearest = Refusal("pattern", "", node)
 
@@ -322,7 +321,7 @@ class Unifier:
             out_dims = tuple(seen[axis] for axis in pattern.axes if axis is not None)
             for found in self._value(pattern.root, self.node, seen, Found({}, {}, frozenset())):
                 values = {name: found.values[holder] for holder, name in pattern.names.items()}
-                yield dataclasses.replace(found, values=values, out_dims=out_dims)
+                yield replace(found, values=values, out_dims=out_dims)
 
     def _readings(self, shape: tuple[Size, ...]) -> Iterator[Dims]:
         """Yield all readings of axes as those of the pattern's result.
@@ -342,7 +341,7 @@ class Unifier:
     def _value(self, own: Key, theirs: Key, seen: Dims, found: Found) -> Iterator[Found]:
         """Compare a base value of the pattern with one of the graph."""
         known, form, other = found.values.get(own), self.p.forms[own], self.c.forms[theirs]
-        here = dataclasses.replace(found, values={**found.values, own: (theirs, seen)})
+        here = replace(found, values={**found.values, own: (theirs, seen)})
         if known is not None:
             if known == (theirs, seen):
                 yield found
@@ -357,7 +356,7 @@ class Unifier:
             nodes = {owner_of(theirs)} | self.c.helpers.get(theirs, frozenset())
             last_moves = not seen or seen[-1:] != self.c.whole(theirs)[-1:]
             moved = last_moves and isinstance(form, (Norm, AlongLast))
-            here = dataclasses.replace(here, nodes=here.nodes | nodes)
+            here = replace(here, nodes=here.nodes | nodes)
             read = self._products if isinstance(form, Product) else self._spelled
             allowed = not moved and nodes.isdisjoint(self.c.effects.writers)
             for operands, with_numbers in read(own, theirs, seen, here) if allowed else ():
@@ -395,7 +394,7 @@ class Unifier:
         if views.invert(dims, views.identity(views.shape_of(dims)), sizes) is None:
             return  # other than all of the graph's value, or a repeated one
         if not isinstance(self.p.forms[base], Leaf):  # a parameter leaves its views to the graph
-            found = dataclasses.replace(found, nodes=found.nodes | covered(self.c, theirs, [other]))
+            found = replace(found, nodes=found.nodes | covered(self.c, theirs, [other]))
         yield from self._value(base, other, dims, found)
 
     def _spelled(self, own: Key, theirs: Key, seen: Dims, found: Found) -> Iterator[Way]:
@@ -413,7 +412,7 @@ class Unifier:
             operands = self._read_operands(mine, one, own, theirs, seen)
             if operands is not None:
                 nodes = found.nodes | one.nodes
-                yield operands, dataclasses.replace(found, numbers=numbers, nodes=nodes)
+                yield operands, replace(found, numbers=numbers, nodes=nodes)
 
     def _read_operands(
         self, mine: Spelling, its: Spelling, own: Key, theirs: Key, seen: Dims
@@ -505,7 +504,7 @@ class PatternRule(Rule):
         first = self.patterns(torch.float32)[0]
         self.ends_at: tuple[type, ...] = (type(first.c.forms[first.root]),)
 
-    def check(self, graph: Canonical, candidate: fx.Node) -> Match | Refusal | None:
+    def check(self, graph: Canonical, candidate: Node) -> Match | Refusal | None:
         """Find the pattern at a node, and check whether it may be replaced there."""
         node, dtype = candidate, graph.dtype(candidate)
         floating = dtype is not None and dtype.is_floating_point
@@ -524,7 +523,7 @@ class PatternRule(Rule):
             nearest = max(nearest, unifier.nearest, key=lambda one: one.agreed)
         return refusal or nearest
 
-    def _refused(self, graph: Canonical, node: fx.Node, site: Found) -> Refusal | None:
+    def _refused(self, graph: Canonical, node: Node, site: Found) -> Refusal | None:
         """Return why a place may not be replaced."""
         for name in self.constants:
             key = site.values[name][0]
@@ -540,10 +539,10 @@ class PatternRule(Rule):
         reason = answer if isinstance(answer, str) else "the rule's condition does not hold"
         return Refusal("pattern", reason, node)
 
-    def rewrite(self, graph: Canonical, match: Match, editor: Editor) -> fx.Node:
+    def rewrite(self, graph: Canonical, match: Match, editor: Editor) -> Node:
         """Emit the replacement's graph on the tensors of the site."""
         site: Found = match.data
-        given: dict[str, fx.Node] = {}
+        given: dict[str, Node] = {}
         for name, (key, dims) in site.values.items():
             node = editor.node(key)
             given[name] = editor.arrange(node, views.identity(editor.shape(node)), dims)
@@ -612,9 +611,9 @@ def _is_symbolic(value: torch.Tensor) -> bool:
 def _inline(
     editor: Editor,
     function: Callable[..., Any],
-    given: Mapping[str, fx.Node],
+    given: Mapping[str, Node],
     numbers: Mapping[str, float],
-) -> fx.Node:
+) -> Node:
     """Add the nodes of a function's graph on the given ones; return the node of its result."""
 
     def call(*tensors: Any) -> Any:
@@ -634,9 +633,9 @@ def _inline(
         if node.op == "get_attr":
             raise TypeError("the replacement holds a tensor of its own; pass it as a parameter")
         if node.op == "call_function":
-            args, kwargs = fx.map_arg((node.args, node.kwargs), made.__getitem__)
+            args, kwargs = map_arg((node.args, node.kwargs), made.__getitem__)
             made[node] = editor.call(node.target, *args, **kwargs)
     (result,) = module.graph.output_node().args
-    if not isinstance(result, fx.Node):
+    if not isinstance(result, Node):
         raise TypeError(f"the replacement returns {result!r}; return one tensor")
     return made[result]

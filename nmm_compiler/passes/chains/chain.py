@@ -17,10 +17,9 @@ rules of groups (LoRA, gated MLP), and `same_tokens` says whether two read the s
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -239,10 +238,10 @@ class Walk:
             over = views.compose(step.dims, inner)
             if over is None:
                 return None
-            moved.append(dataclasses.replace(step, dims=over))
+            moved.append(replace(step, dims=over))
         if dims is None:
             return None
-        return dataclasses.replace(self, key=base, dims=dims, steps=tuple(moved))
+        return replace(self, key=base, dims=dims, steps=tuple(moved))
 
 
 Trace = tuple[Walk, Product] | tuple[Walk, Refusal]
@@ -565,7 +564,7 @@ def join_stages(
     if which != (() if second.chosen is None else tokens[second.chosen]):
         return mismatch
     steps = tuple(
-        dataclasses.replace(step, kind="gain")
+        replace(step, kind="gain")
         if which and views.compose(step.dims, first.out_dims) == (which,)
         else step
         for step in reversed(walk.steps)
@@ -619,7 +618,7 @@ def read_with_function(
     if scaled or (isinstance(function, Norm) and biases):
         why = "a factor, or a bias before a norm, stands between the products"
         return Refusal("between", why, walk.key)
-    return dataclasses.replace(found, middle=biases, inner=function)
+    return replace(found, middle=biases, inner=function)
 
 
 def _has_kernel(function: Activation | Norm | DeviceSum) -> bool:
@@ -642,7 +641,7 @@ def _over_devices(c: Canonical, chain: Chain) -> Chain | None:
     if not (by_inputs and even and v.placements[0].is_replicate()):
         return None
     group = str(mesh.get_group().group_name)
-    return dataclasses.replace(chain, tp=int(mesh.size()), group=group)
+    return replace(chain, tp=int(mesh.size()), group=group)
 
 
 EPILOGUES = ("relu", "silu", "gelu", "gelu_tanh")
@@ -690,7 +689,7 @@ def _behind_walk(chain: Chain, walk: Walk, out: Key) -> Chain | None:
     dims = views.compose(walk.dims, chain.out_dims)
     if dims is None or _along_tokens(steps, chain.out_dims, chain.n):
         return None
-    return dataclasses.replace(
+    return replace(
         chain, after=(*chain.after, *steps), activation=walk.activation, addend=walk.addend,
         out=out, out_dims=dims,
     )  # fmt: skip

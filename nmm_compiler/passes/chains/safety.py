@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch.fx import Node
 
 from nmm_compiler.kernels.base import KernelSpec
 from nmm_compiler.kernels.linear.specs import LowRankSpec
@@ -85,7 +85,7 @@ class Refusal:
     agreed: int = 0
 
     @property
-    def node(self) -> fx.Node:
+    def node(self) -> Node:
         """Return the fx node to blame."""
         return owner_of(self.key)
 
@@ -100,12 +100,12 @@ def part_of_one(key: Key) -> Refusal | None:
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def real_users(node: fx.Node) -> list[fx.Node]:
+def real_users(node: Node) -> list[Node]:
     """Return the users of a value, without those that only assert."""
     return [user for user in node.users if not is_ignorable(user)]
 
 
-def readings(c: Canonical, node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+def readings(c: Canonical, node: Node) -> Iterator[tuple[Node, Node]]:
     """Yield (the value or a view of it, a node that computes with it)."""
     queue = [node]
     while queue:
@@ -119,10 +119,10 @@ def readings(c: Canonical, node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 def refuse(
     c: Canonical,
-    nodes: Iterable[fx.Node],
-    final: fx.Node,
+    nodes: Iterable[Node],
+    final: Node,
     operands: Iterable[Key],
-    also_final: Iterable[fx.Node] = (),
+    also_final: Iterable[Node] = (),
 ) -> Refusal | None:
     """Return why these nodes may not be replaced by one kernel at `final`, or None.
 
@@ -153,12 +153,12 @@ def refuse(
 
 def unsafe(
     c: Canonical,
-    nodes: Iterable[fx.Node],
-    final: fx.Node,
+    nodes: Iterable[Node],
+    final: Node,
     operands: Iterable[Key],
-    allowed: Collection[fx.Node] = (),
-    redirected: Iterable[fx.Node] = (),
-    also_final: Iterable[fx.Node] = (),
+    allowed: Collection[Node] = (),
+    redirected: Iterable[Node] = (),
+    also_final: Iterable[Node] = (),
 ) -> Refusal | None:
     """Return why nodes may not be replaced at `final` at all, or None.
 
@@ -175,7 +175,7 @@ def unsafe(
     )
 
 
-def _used_elsewhere(c: Canonical, inner: set[fx.Node], users: set[fx.Node]) -> Refusal | None:
+def _used_elsewhere(c: Canonical, inner: set[Node], users: set[Node]) -> Refusal | None:
     """Return another user of an inner value than these."""
     for node in sorted(inner, key=c.effects.position.__getitem__):
         for user in real_users(node):
@@ -186,7 +186,7 @@ def _used_elsewhere(c: Canonical, inner: set[fx.Node], users: set[fx.Node]) -> R
     return None
 
 
-def _unfit_operand(c: Canonical, covered: set[fx.Node], keys: list[Key]) -> Refusal | None:
+def _unfit_operand(c: Canonical, covered: set[Node], keys: list[Key]) -> Refusal | None:
     """Return an operand or a value of a tensor subclass, or on another device than the others."""
     device = None
     distributed = all(is_distributed(c.tensor(key)) for key in keys)
@@ -209,10 +209,10 @@ def _unfit_operand(c: Canonical, covered: set[fx.Node], keys: list[Key]) -> Refu
 def operands(form: Form) -> list[Key]:
     """Return the values that a form is computed from."""
     given = itertools.chain(vars(form).values(), getattr(form, "inputs", ()))
-    return [one for one in given if isinstance(one, (fx.Node, Virtual))]
+    return [one for one in given if isinstance(one, (Node, Virtual))]
 
 
-def covered(c: Canonical, end: Key, reads: Iterable[Key]) -> frozenset[fx.Node]:
+def covered(c: Canonical, end: Key, reads: Iterable[Key]) -> frozenset[Node]:
     """Return the nodes that compute a value from those that are read."""
     seen = {*reads}
     queue = [] if end in seen else [end]
@@ -225,17 +225,17 @@ def covered(c: Canonical, end: Key, reads: Iterable[Key]) -> frozenset[fx.Node]:
     return frozenset(map(owner_of, queue)).union(*helpers)
 
 
-def moving(c: Canonical, nodes: Iterable[fx.Node]) -> set[fx.Node]:
+def moving(c: Canonical, nodes: Iterable[Node]) -> set[Node]:
     """Return the nodes that only one match may take over: all but weights and inputs."""
     return {n for n in nodes if not (c.is_weight(n) or isinstance(c.forms.get(n), Leaf))}
 
 
 def crossed(
     c: Canonical,
-    covered: Iterable[fx.Node],
-    final: fx.Node,
+    covered: Iterable[Node],
+    final: Node,
     keys: Iterable[Key],
-    allowed: Collection[fx.Node] = (),
+    allowed: Collection[Node] = (),
 ) -> Refusal | None:
     """Return a write or a region edge between the first of the nodes and the last; allowed: writers
     whose writes the caller has read."""
@@ -268,7 +268,7 @@ def call_ways(c: Canonical, spec: KernelSpec) -> Ways:
     return ways(spec, c.chip, c.options.lnc, source=c.options.price)
 
 
-def slower(times: Ways, node: fx.Node) -> Refusal | None:
+def slower(times: Ways, node: Node) -> Refusal | None:
     """Return a refusal of one call where smaller calls are predicted to be faster."""
     if times.fused <= times.separate:
         return None

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import GraphModule, Node
 
 from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.options import Options
@@ -43,7 +44,7 @@ class Virtual:
 
     def __init__(
         self,
-        owner: fx.Node,
+        owner: Node,
         label: str,
         shape: tuple[Size, ...],
         dtype: torch.dtype | None,
@@ -58,12 +59,12 @@ class Virtual:
         return self.name
 
 
-Key = fx.Node | Virtual
+Key = Node | Virtual
 Side = tuple[Key, tuple[int, ...]]
 """An operand of a product, and a label for each of its dimensions."""
 
 
-def owner_of(key: Key) -> fx.Node:
+def owner_of(key: Key) -> Node:
     """Return the fx node that computes the value."""
     return key.owner if isinstance(key, Virtual) else key
 
@@ -234,8 +235,8 @@ class Canonical:
 
     def __init__(
         self,
-        module: fx.GraphModule,
-        values: dict[fx.Node, Any],
+        module: GraphModule,
+        values: dict[Node, Any],
         options: Options | None = None,
         faults: Faults | None = None,
     ) -> None:
@@ -246,12 +247,12 @@ class Canonical:
         self.forms: dict[Key, Form] = {}
         self.views: dict[Key, View] = {}
         self.sources: dict[Key, Key] = {}
-        self.virtuals: dict[fx.Node, list[Virtual]] = {}
+        self.virtuals: dict[Node, list[Virtual]] = {}
         # The products that compute the same as one, with it, in order.
         self.twins: dict[Key, list[Key]] = {}
         self._products: dict[Any, list[Key]] = {}
         # Further nodes that make a value, for forms that consist of several nodes.
-        self.helpers: dict[Key, frozenset[fx.Node]] = {}
+        self.helpers: dict[Key, frozenset[Node]] = {}
         # Of a graph of a higher-order operator, which inputs the model stores, by their names.
         self.given: Mapping[str, bool] = {}
         # Values that are leaves but for views, and values computed from such alone.
@@ -259,23 +260,23 @@ class Canonical:
         # Values computed from constants without a product: a cast, scaled or joined weight.
         self.made: set[Key] = set()
         # Nodes that constants alone are the source of; whether a product has a part in them.
-        self.derived: dict[fx.Node, bool] = {}
+        self.derived: dict[Node, bool] = {}
         # Tensor subclasses among the leaves, by the name of their class.
-        self.subclasses: dict[fx.Node, str] = {}
+        self.subclasses: dict[Node, str] = {}
         # Those that hold a quantized weight and can return it as a plain tensor.
-        self.quantized: set[fx.Node] = set()
+        self.quantized: set[Node] = set()
         # Values that may be a part of an activation or a norm that is spelled out.
-        self.bent: set[fx.Node] = set()
+        self.bent: set[Node] = set()
         self.trains = False
         # A graph without stored matrices has its weights among its inputs.
         self.inputs_are_weights = False
         # Inputs that could be factors: adapters that are passed beside x.
-        self.input_matrices: set[fx.Node] = set()
+        self.input_matrices: set[Node] = set()
         self._shapes: dict[Key, tuple[Size, ...]] = {}
         # What was read and priced of the graph, which several rules ask for (`once`).
         self.known: dict[Any, Any] = {}
 
-    def note_subclass(self, node: fx.Node, value: Any) -> None:
+    def note_subclass(self, node: Node, value: Any) -> None:
         """Note the class of a leaf that is a tensor subclass.
 
         A weight that rounds x, too, computes something else than a product with its plain tensor;
@@ -374,14 +375,14 @@ class Canonical:
             self.twins[key] = self._products.setdefault((operands, labels), [])
             self.twins[key].append(key)
 
-    def virtual(self, owner: fx.Node, label: str, form: Form, shape: tuple[Size, ...]) -> Virtual:
+    def virtual(self, owner: Node, label: str, form: Form, shape: tuple[Size, ...]) -> Virtual:
         """Add an intermediate value of `owner`."""
         key = Virtual(owner, label, shape, self.dtype(owner))
         self.virtuals.setdefault(owner, []).append(key)
         self.define(key, form, shape)
         return key
 
-    def _without_diagonal(self, owner: fx.Node, form: Form) -> Form:
+    def _without_diagonal(self, owner: Node, form: Form) -> Form:
         """Return a product with diag(s) as the scale that it is; other forms as they are."""
         if not isinstance(form, Product):
             return form
@@ -397,7 +398,7 @@ class Canonical:
                 return Scale(value, self.viewed(owner, "diagonal", diagonal.vector, dims))
         return form
 
-    def attribute(self, owner: fx.Node, name: str, tensor: torch.Tensor) -> Virtual:
+    def attribute(self, owner: Node, name: str, tensor: torch.Tensor) -> Virtual:
         """Add a parameter of the module that `owner` calls."""
         shape = tuple(tensor.shape)
         key = Virtual(owner, name, shape, tensor.dtype, f"{owner.target}.{name}", tensor)
@@ -405,7 +406,7 @@ class Canonical:
         self.constant.add(key)
         return key
 
-    def viewed(self, owner: fx.Node, label: str, source: Key, dims: Dims) -> Key:
+    def viewed(self, owner: Node, label: str, source: Key, dims: Dims) -> Key:
         """Add a rearrangement of `source` inside of `owner`."""
         base, inner = self.views[source]
         composed = views.compose(dims, inner)

@@ -13,7 +13,8 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
+from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from nmm_compiler.passes.graph.torch_names import is_inplace_name, named_arguments, target_name
@@ -42,25 +43,25 @@ def storages_of(value: Any) -> frozenset[int]:
     return frozenset()
 
 
-def is_ignorable(node: fx.Node) -> bool:
+def is_ignorable(node: Node) -> bool:
     """Return whether the node only asserts, so that it is no real user of a value."""
     return not node.users and target_name(node) in _ASSERTIONS
 
 
-def is_pure(node: fx.Node, effects: Effects) -> bool:
+def is_pure(node: Node, effects: Effects) -> bool:
     """Return whether a node computes its value and does nothing else."""
     if node.op in ("placeholder", "get_attr", "output") or node in effects.writers:
         return False
     return not (node.is_impure() or region_edge(node))
 
 
-def _function_name(node: fx.Node) -> str:
+def _function_name(node: Node) -> str:
     """Return the name that a called function has in Python, "" for other nodes."""
     name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
     return name if isinstance(name, str) else ""
 
 
-def region_edge(node: fx.Node) -> str:
+def region_edge(node: Node) -> str:
     """Return the name of the mode (autocast, grad mode, ...) that the node enters or leaves, or of
     its step of a functorch transform (vmap, grad, jvp); "" for other nodes."""
     short = _function_name(node)
@@ -76,7 +77,7 @@ def fetch_attribute(root: nn.Module, target: str) -> Any:
         return None
 
 
-def upstream(nodes: Iterable[fx.Node], stops: Collection[Any] = ()) -> list[fx.Node]:
+def upstream(nodes: Iterable[Node], stops: Collection[Any] = ()) -> list[Node]:
     """Return nodes and all that they are computed from, but for `stops` and what is behind them."""
     queue = list(dict.fromkeys(nodes))
     seen = {*queue, *stops}
@@ -87,7 +88,7 @@ def upstream(nodes: Iterable[fx.Node], stops: Collection[Any] = ()) -> list[fx.N
     return queue
 
 
-def written_arguments(node: fx.Node, root: nn.Module) -> list[fx.Node]:
+def written_arguments(node: Node, root: nn.Module) -> list[Node]:
     """Return the argument nodes whose memory the node may write."""
     if node.op in ("placeholder", "get_attr", "output"):
         return []
@@ -96,14 +97,14 @@ def written_arguments(node: fx.Node, root: nn.Module) -> list[fx.Node]:
         module = fetch_attribute(root, str(node.target))
         if node.target == "_guards_fn":  # asserts what Dynamo guards
             return []
-        if isinstance(module, fx.GraphModule):
+        if isinstance(module, GraphModule):
             return inputs if graph_writes(module) else []
         known = type(module).__module__.startswith("torch.nn.modules")
         return inputs if not known or getattr(module, "inplace", False) else []
     target = node.target
     if isinstance(target, torch._ops.HigherOrderOperator):
         held = (fetch_attribute(root, str(n.target)) for n in inputs if n.op == "get_attr")
-        bodies = [body for body in held if isinstance(body, fx.GraphModule)]
+        bodies = [body for body in held if isinstance(body, GraphModule)]
         return [] if bodies and not any(map(graph_writes, bodies)) else inputs
     name = target_name(node)
     if name is None:
@@ -116,10 +117,10 @@ def written_arguments(node: fx.Node, root: nn.Module) -> list[fx.Node]:
         written.insert(0, node.args[0] if node.args else node.kwargs.get("input"))
     elif given.get("training", given.get("use_input_stats", name == "instance_norm")):
         written += [given.get("running_mean"), given.get("running_var")]
-    return [one for one in pytree.tree_leaves(written) if isinstance(one, fx.Node)]
+    return [one for one in pytree.tree_leaves(written) if isinstance(one, Node)]
 
 
-def graph_writes(module: fx.GraphModule) -> bool:
+def graph_writes(module: GraphModule) -> bool:
     """Return whether any node of the graph, or of a graph inside it, may write into a tensor."""
     return any(written_arguments(node, module) for node in module.graph.nodes)
 
@@ -131,11 +132,11 @@ class Effects:
     region. transformed: nodes inside of a functorch transform.
     """
 
-    def __init__(self, module: fx.GraphModule, values: dict[fx.Node, Any]) -> None:
+    def __init__(self, module: GraphModule, values: dict[Node, Any]) -> None:
         self.position = {node: position for position, node in enumerate(module.graph.nodes)}
         self.edges = [node for node in self.position if region_edge(node)]
-        self.writers: dict[fx.Node, frozenset[int]] = {}
-        self.transformed: set[fx.Node] = set()
+        self.writers: dict[Node, frozenset[int]] = {}
+        self.transformed: set[Node] = set()
         self._values, depth = values, 0
         for node in self.position:
             short = _function_name(node)
@@ -147,18 +148,18 @@ class Effects:
                 each = (self.storages(one) or ANYTHING for one in written)
                 self.writers[node] = frozenset().union(*each)
 
-    def storages(self, node: fx.Node) -> frozenset[int]:
+    def storages(self, node: Node) -> frozenset[int]:
         """Return the identities of the storages that the node's value lives in."""
         return storages_of(self._values.get(node))
 
-    def is_written(self, *nodes: fx.Node) -> bool:
+    def is_written(self, *nodes: Node) -> bool:
         """Return whether anything in the graph writes the memory that a value of these lives in."""
         own = ANYTHING.union(*map(self.storages, nodes)) if self.writers else frozenset()
         return any(storages & own for storages in self.writers.values())
 
     def crossed(
-        self, start: int, end: int, nodes: Iterable[fx.Node], allowed: Collection[fx.Node] = ()
-    ) -> fx.Node | None:
+        self, start: int, end: int, nodes: Iterable[Node], allowed: Collection[Node] = ()
+    ) -> Node | None:
         """Return what stands strictly between two positions and concerns the memory of `nodes`: the
         edge of a region, or a write that is not allowed."""
         position = self.position

@@ -35,7 +35,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
+from torch.fx import GraphModule, Node, map_arg
+from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import _disable_current_modes
 
 from nmm_compiler.options import Options
@@ -88,7 +90,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
 
 
 def read_call(
-    c: Canonical, node: fx.Node, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    c: Canonical, node: Node, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Result:
     """Return what a call is; None for an operation, or a use of it, that no handler understands."""
     handler = TABLE.get(name)
@@ -125,7 +127,7 @@ _PURE = frozenset(
 )  # fmt: skip
 
 
-def constant_value(graph: Canonical, node: fx.Node) -> torch.Tensor | fx.Node:
+def constant_value(graph: Canonical, node: Node) -> torch.Tensor | Node:
     """Return the value of a node, or the node because of which it is not known."""
     cone = upstream([node])
     for current in cone:
@@ -133,12 +135,12 @@ def constant_value(graph: Canonical, node: fx.Node) -> torch.Tensor | fx.Node:
         known = target_name(current) in _PURE and not graph.effects.is_written(current)
         if not known or not isinstance(elements, int) or elements > LARGEST_ELEMENTS:
             return current
-    values: dict[fx.Node, Any] = {}
+    values: dict[Node, Any] = {}
     with _disable_current_modes(), torch.no_grad():
         for current in sorted(cone, key=graph.effects.position.__getitem__):
-            given = fx.map_arg((current.args, current.kwargs), values.__getitem__)
+            given = map_arg((current.args, current.kwargs), values.__getitem__)
             try:
-                values[current] = applied(current, *fx.node.map_aggregate(given, _on_cpu))
+                values[current] = applied(current, *map_aggregate(given, _on_cpu))
             except (TypeError, RuntimeError, ValueError, IndexError):
                 return current
     found = values[node]
@@ -164,14 +166,14 @@ Labels = tuple[list[tuple[int, ...]], tuple[int, ...]]
 
 
 def _is_tensor(c: Canonical, value: Any) -> bool:
-    return isinstance(value, (fx.Node, Virtual)) and c.shape(value) is not None
+    return isinstance(value, (Node, Virtual)) and c.shape(value) is not None
 
 
 def _number(value: Any) -> bool:
     return isinstance(value, (int, float)) and math.isfinite(value)
 
 
-def _from_local(c: Canonical, node: fx.Node, source: fx.Node) -> Result:
+def _from_local(c: Canonical, node: Node, source: Node) -> Result:
     """Read a local tensor as the DTensor that it is a part of, unless gradients may change."""
     changes = any(node.kwargs.get(name) for name in ("grad_placements", "run_check"))
     if target_name(source) != "to_local" or changes:
@@ -183,7 +185,7 @@ def _from_local(c: Canonical, node: fx.Node, source: fx.Node) -> Result:
     return result
 
 
-def _redistribute(c: Canonical, node: fx.Node, source: fx.Node) -> Result:
+def _redistribute(c: Canonical, node: Node, source: Node) -> Result:
     """Read a node as its source where both are one tensor, cut in one way over one mesh; as the sum
     over its devices where that is what each of them gets."""
     old, new = c.tensor(source), c.tensor(node)
@@ -220,18 +222,18 @@ def _product(a: Key, b: Key, labels: Labels | None) -> Product | None:
     return Product(a, b, left, right, out)
 
 
-def _matmul(c: Canonical, node: fx.Node, source: Key, other: Key) -> Product | None:
+def _matmul(c: Canonical, node: Node, source: Key, other: Key) -> Product | None:
     return _product(source, other, matmul_labels(len(c.sizes(source)), len(c.sizes(other))))
 
 
-def _linear(c: Canonical, node: fx.Node, source: Key, other: Key, bias: Any = None) -> Result:
+def _linear(c: Canonical, node: Node, source: Key, other: Key, bias: Any = None) -> Result:
     labels = einsum_labels("...k,nk->...n", (len(c.sizes(source)), len(c.sizes(other))))
     return with_addend(c, node, _product(source, other, labels), bias)
 
 
 def with_addend(
     c: Canonical,
-    node: fx.Node,
+    node: Node,
     form: Product | None,
     addend: Any,
     alpha: float = 1.0,
@@ -248,7 +250,7 @@ def with_addend(
 
 def _addmm(
     c: Canonical,
-    node: fx.Node,
+    node: Node,
     source: Key,
     mat1: Key,
     other: Key,
@@ -290,7 +292,7 @@ def einsum_labels(equation: str, ranks: tuple[int, ...]) -> Labels | None:
     return operands, tuple(map(ord, right.replace("...", dots)))
 
 
-def _einsum(c: Canonical, node: fx.Node, equation: Any = None, operands: Any = None) -> Result:
+def _einsum(c: Canonical, node: Node, equation: Any = None, operands: Any = None) -> Result:
     given: Any = operands if isinstance(operands, (tuple, list)) else node.args[1:]
     if not isinstance(equation, str) or not all(_is_tensor(c, o) for o in given):
         return None
@@ -300,7 +302,7 @@ def _einsum(c: Canonical, node: fx.Node, equation: Any = None, operands: Any = N
 
 def chain(
     c: Canonical,
-    node: fx.Node,
+    node: Node,
     operands: list[Any],
     labels: list[tuple[int, ...]],
     out: tuple[int, ...],
@@ -342,7 +344,7 @@ def chain(
     return None
 
 
-def _multi_dot(c: Canonical, node: fx.Node, tensors: Any = None) -> Result:
+def _multi_dot(c: Canonical, node: Node, tensors: Any = None) -> Result:
     given: Any = tensors if isinstance(tensors, (tuple, list)) else node.args
     count = len(given)
     if count < 2 or not all(_is_tensor(c, one) and len(c.sizes(one)) == 2 for one in given):
@@ -352,7 +354,7 @@ def _multi_dot(c: Canonical, node: fx.Node, tensors: Any = None) -> Result:
 
 def _tensordot(
     c: Canonical,
-    node: fx.Node,
+    node: Node,
     source: Key,
     other: Key,
     dims: Any = 2,
@@ -375,7 +377,7 @@ def _tensordot(
 
 def _convolution(
     c: Canonical,
-    node: fx.Node,
+    node: Node,
     source: Key,
     other: Key,
     bias: Any = None,
@@ -405,8 +407,8 @@ def _convolution(
 
 def _sum_over(
     c: Canonical,
-    node: fx.Node,
-    source: fx.Node,
+    node: Node,
+    source: Node,
     dim: Any = None,
     keepdim: bool = False,
     dtype: Any = None,
@@ -439,7 +441,7 @@ def _sum_over(
     return Product(operands[0], operands[1], labels[0], labels[1], out)
 
 
-def _where(c: Canonical, node: fx.Node, condition: Any, source: fx.Node, two: Any = None) -> Result:
+def _where(c: Canonical, node: Node, condition: Any, source: Node, two: Any = None) -> Result:
     """Read where(eye, vector over the columns, 0) as the matrix with the vector on its diagonal."""
     shape = c.sizes(node)
     if len(shape) != 2 or shape[0] != shape[1]:
@@ -448,20 +450,20 @@ def _where(c: Canonical, node: fx.Node, condition: Any, source: fx.Node, two: An
     along = views.expand(dims, shape)
     if c.shape(base) != shape[:1] or along is None or along[1] != views.identity(shape[:1])[0]:
         return None
-    eye, zero = (constant_value(c, v) if isinstance(v, fx.Node) else v for v in (condition, two))
-    if not isinstance(eye, torch.Tensor) or isinstance(zero, fx.Node) or not bool(zero == 0):
+    eye, zero = (constant_value(c, v) if isinstance(v, Node) else v for v in (condition, two))
+    if not isinstance(eye, torch.Tensor) or isinstance(zero, Node) or not bool(zero == 0):
         return None
     return Diagonal(base) if torch.equal(eye, torch.eye(shape[0], dtype=torch.bool)) else None
 
 
-def _same(c: Canonical, source: fx.Node) -> View:
+def _same(c: Canonical, source: Node) -> View:
     return source, c.whole(source)
 
 
 # -- rearrangements -------------------------------------------------------------------------
 
 
-def _regroup(c: Canonical, node: fx.Node, source: fx.Node) -> Result:
+def _regroup(c: Canonical, node: Node, source: Node) -> Result:
     """Read view, reshape, flatten, clone, ...: the target shape is in the metadata.
 
     A slice that leaves something out has fewer elements, and is no such view.
@@ -471,7 +473,7 @@ def _regroup(c: Canonical, node: fx.Node, source: fx.Node) -> Result:
     return source, views.reshape(c.whole(source), c.sizes(node))
 
 
-def _turned(c: Canonical, node: fx.Node, source: fx.Node) -> Result:
+def _turned(c: Canonical, node: Node, source: Node) -> Result:
     """Read permute, transpose, .T and the like: the order of sizes that are all different.
 
     The operation runs on a tensor of these sizes, which has no data.
@@ -482,7 +484,7 @@ def _turned(c: Canonical, node: fx.Node, source: fx.Node) -> Result:
     sizes = _DIFFERENT[: len(dims)]
     with _disable_current_modes():
         probe = torch.empty(sizes, device="meta")
-        turned = applied(node, *fx.map_arg((node.args, node.kwargs), lambda _: probe))
+        turned = applied(node, *map_arg((node.args, node.kwargs), lambda _: probe))
     return source, tuple(dims[sizes.index(size)] for size in turned.shape)
 
 
@@ -493,11 +495,11 @@ TURNED = (
 )  # fmt: skip
 
 
-def _expand(c: Canonical, node: fx.Node, source: fx.Node) -> Result:
+def _expand(c: Canonical, node: Node, source: Node) -> Result:
     return source, views.expand(c.whole(source), c.sizes(node))
 
 
-def _getitem(c: Canonical, node: fx.Node, source: fx.Node, index: Any = None) -> Result:
+def _getitem(c: Canonical, node: Node, source: Node, index: Any = None) -> Result:
     """Read slices that leave nothing out, None and Ellipsis, which only add dimensions."""
     entries = index if isinstance(index, tuple) else (index,)
     plain = all(e is None or e is Ellipsis or isinstance(e, slice) for e in entries)
@@ -505,16 +507,14 @@ def _getitem(c: Canonical, node: fx.Node, source: fx.Node, index: Any = None) ->
 
 
 def _concatenate(
-    c: Canonical, node: fx.Node, tensors: Any = None, dim: Any = 0, name: str = ""
+    c: Canonical, node: Node, tensors: Any = None, dim: Any = 0, name: str = ""
 ) -> Result:
     if not isinstance(tensors, (tuple, list)) or not isinstance(dim, int):
         return None
     return Concatenation(name, tuple(tensors), dim % max(len(c.sizes(node)), 1))
 
 
-def _repeat(
-    c: Canonical, node: fx.Node, source: fx.Node, repeats: Any = None, dim: Any = None
-) -> Result:
+def _repeat(c: Canonical, node: Node, source: Node, repeats: Any = None, dim: Any = None) -> Result:
     """Read repeat_interleave: each element of an axis several times."""
     if not isinstance(repeats, int) or not isinstance(dim, int):
         return None
@@ -523,9 +523,7 @@ def _repeat(
     return source, tuple(dims)
 
 
-def _softmax(
-    c: Canonical, node: fx.Node, source: fx.Node, dim: Any = None, name: str = ""
-) -> Result:
+def _softmax(c: Canonical, node: Node, source: Node, dim: Any = None, name: str = "") -> Result:
     if not isinstance(dim, int) or dim not in (-1, len(c.sizes(node)) - 1):
         return None
     kind = AlongLast if "log" in name else Softmax
@@ -535,27 +533,25 @@ def _softmax(
 # -- copies, casts, and what does nothing -----------------------------------------------------
 
 
-def _detach(c: Canonical, node: fx.Node, source: fx.Node) -> Result:
+def _detach(c: Canonical, node: Node, source: Node) -> Result:
     return None if c.trains else _regroup(c, node, source)
 
 
-def _to(c: Canonical, node: fx.Node, source: fx.Node) -> Result:
+def _to(c: Canonical, node: Node, source: Node) -> Result:
     old, new = c.tensor(source), c.tensor(node)
     if old is None or new is None or old.device != new.device or type(old) is not type(new):
         return None
     return _same(c, source) if old.dtype == new.dtype else Cast(source, new.dtype)
 
 
-def _dropout(
-    c: Canonical, node: fx.Node, source: fx.Node, p: Any = 0.5, training: Any = True
-) -> Result:
+def _dropout(c: Canonical, node: Node, source: Node, p: Any = 0.5, training: Any = True) -> Result:
     return _regroup(c, node, source) if training is False or p == 0 else None
 
 
 # -- pointwise ------------------------------------------------------------------------------
 
 
-def _pair(c: Canonical, node: fx.Node, a: Any, b: Any) -> tuple[Key, Any, bool] | None:
+def _pair(c: Canonical, node: Node, a: Any, b: Any) -> tuple[Key, Any, bool] | None:
     """Return the operand that the result is like, the other one or a number, and whether they
     changed places; None for other operands."""
     turned = not _is_tensor(c, a) or (_is_tensor(c, b) and c.shape(a) != c.shape(node))
@@ -568,19 +564,19 @@ def _pair(c: Canonical, node: fx.Node, a: Any, b: Any) -> tuple[Key, Any, bool] 
     return (a, b, turned) if _is_tensor(c, b) else None
 
 
-def _multiply(c: Canonical, node: fx.Node, one: Any = None, two: Any = None) -> Result:
+def _multiply(c: Canonical, node: Node, one: Any = None, two: Any = None) -> Result:
     pair = _pair(c, node, one, two)
     return None if pair is None else Scale(*pair[:2])
 
 
-def _kept(c: Canonical, source: Key, node: fx.Node) -> bool:
+def _kept(c: Canonical, source: Key, node: Node) -> bool:
     return c.dtype(source) == c.dtype(node) and c.shape(source) == c.shape(node)
 
 
 def _divide(
     c: Canonical,
-    node: fx.Node,
-    like: fx.Node,
+    node: Node,
+    like: Node,
     two: Any = None,
     rounding_mode: Any = None,
 ) -> Result:
@@ -590,7 +586,7 @@ def _divide(
 
 
 def _sum(
-    c: Canonical, node: fx.Node, one: Any = None, two: Any = None, alpha: Any = 1, name: str = ""
+    c: Canonical, node: Node, one: Any = None, two: Any = None, alpha: Any = 1, name: str = ""
 ) -> Result:
     pair = _pair(c, node, one, two)
     if pair is None or not _number(alpha):
@@ -601,7 +597,7 @@ def _sum(
 
 
 def _activation(
-    c: Canonical, node: fx.Node, like: fx.Node, approximate: Any = "none", name: str = ""
+    c: Canonical, node: Node, like: Node, approximate: Any = "none", name: str = ""
 ) -> Result:
     by_tanh = name == "gelu" and approximate == "tanh"
     return Activation(like, "gelu_tanh" if by_tanh else name)
@@ -614,7 +610,7 @@ _ACTIVATIONS = (
 
 
 def _clamp(
-    c: Canonical, node: fx.Node, like: fx.Node, low: Any = None, high: Any = None, name: str = ""
+    c: Canonical, node: Node, like: Node, low: Any = None, high: Any = None, name: str = ""
 ) -> Result:
     """Read a clamp from below at zero, and nothing else, as relu."""
     if name == "threshold":
@@ -627,8 +623,8 @@ def _clamp(
 
 def _layer_norm(
     c: Canonical,
-    node: fx.Node,
-    like: fx.Node,
+    node: Node,
+    like: Node,
     normalized_shape: Any = None,
     weight: Any = None,
     bias: Any = None,
@@ -640,15 +636,15 @@ def _layer_norm(
     if dtype is None or not isinstance(shape, (list, tuple)) or len(shape) != 1:
         return None
     eps = torch.finfo(dtype).eps if eps is None else eps
-    gain, shift = (t if isinstance(t, (fx.Node, Virtual)) else None for t in (weight, bias))
+    gain, shift = (t if isinstance(t, (Node, Virtual)) else None for t in (weight, bias))
     kind = name.removesuffix("_norm")
     return Norm(like, kind, gain, shift, eps if _number(eps) else None)
 
 
 def _rms_norm(
     c: Canonical,
-    node: fx.Node,
-    like: fx.Node,
+    node: Node,
+    like: Node,
     normalized_shape: Any = None,
     weight: Any = None,
     eps: Any = None,
@@ -659,8 +655,8 @@ def _rms_norm(
 
 def _diagonal(
     c: Canonical,
-    node: fx.Node,
-    source: fx.Node,
+    node: Node,
+    source: Node,
     diagonal: Any = 0,
     dim1: Any = -2,
     dim2: Any = -1,
@@ -743,7 +739,7 @@ _MODULES = {
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def read_module(c: Canonical, node: fx.Node, module: Any) -> Result:
+def read_module(c: Canonical, node: Node, module: Any) -> Result:
     """Return the form of a module of torch that a node calls; None for one with hooks, and for a
     module of others."""
     source = node.args[0] if len(node.args) == 1 else node.kwargs.get("input")
@@ -766,8 +762,8 @@ _LEAVES = ("placeholder", "get_attr")
 
 
 def read_graph(
-    module: fx.GraphModule,
-    values: dict[fx.Node, Any],
+    module: GraphModule,
+    values: dict[Node, Any],
     stored: Mapping[str, bool] | None = None,
     options: Options | None = None,
     faults: Faults | None = None,
@@ -802,7 +798,7 @@ def sweep(c: Canonical) -> None:
 # -- leaves -----------------------------------------------------------------------------------
 
 
-def _is_stored(c: Canonical, node: fx.Node) -> bool:
+def _is_stored(c: Canonical, node: Node) -> bool:
     """Return whether the model stores a leaf: a parameter, a buffer or an attribute."""
     if node.op == "get_attr":
         c.note_subclass(node, fetch_attribute(c.module, str(node.target)))
@@ -813,7 +809,7 @@ def _is_stored(c: Canonical, node: fx.Node) -> bool:
     return c.given.get(name, named or isinstance(c.values.get(node), nn.Parameter))
 
 
-def _is_matrix(c: Canonical, node: fx.Node) -> bool:
+def _is_matrix(c: Canonical, node: Node) -> bool:
     value = c.tensor(node)
     return value is not None and value.is_floating_point() and value.dim() >= 2
 
@@ -821,7 +817,7 @@ def _is_matrix(c: Canonical, node: fx.Node) -> bool:
 # -- one node ---------------------------------------------------------------------------------
 
 
-def _visit(c: Canonical, node: fx.Node) -> None:
+def _visit(c: Canonical, node: Node) -> None:
     shape, inputs = c.shape(node), tuple(node.all_input_nodes)
     result: Result = None
     try:
@@ -855,14 +851,14 @@ def _visit(c: Canonical, node: fx.Node) -> None:
             c.made.add(node)
 
 
-def _opaque_name(c: Canonical, node: fx.Node) -> str:
+def _opaque_name(c: Canonical, node: Node) -> str:
     """Return the operation of a node that no form describes, or the class of a called module."""
     if node.op == "call_module":
         return type(fetch_attribute(c.module, str(node.target))).__name__
     return target_name(node) or str(node.target)
 
 
-def _read(c: Canonical, node: fx.Node) -> Result:
+def _read(c: Canonical, node: Node) -> Result:
     if node.op in _LEAVES:
         return Leaf(_is_stored(c, node))
     if node.op == "call_module":
@@ -880,7 +876,7 @@ def _read(c: Canonical, node: fx.Node) -> Result:
     return result
 
 
-def _over_base(c: Canonical, node: fx.Node, source: Key, dims: Dims | None) -> View | None:
+def _over_base(c: Canonical, node: Node, source: Key, dims: Dims | None) -> View | None:
     """Return a rearrangement of `source` as one of its base, or None."""
     base, inner = c.views[source]
     composed = None if dims is None else views.compose(dims, inner)
@@ -893,7 +889,7 @@ def _over_base(c: Canonical, node: fx.Node, source: Key, dims: Dims | None) -> V
     return base, composed
 
 
-def _by_strides(c: Canonical, node: fx.Node) -> Result:
+def _by_strides(c: Canonical, node: Node) -> Result:
     """Read an unknown operation as a view when it shares memory with its first argument."""
     source = _alias_of(c, node)
     if source is None or (c.trains and changes_gradient(node)):
@@ -908,10 +904,10 @@ def _by_strides(c: Canonical, node: fx.Node) -> Result:
     return source, views.from_strides(sizes, steps, new_sizes, new_steps)
 
 
-def _alias_of(c: Canonical, node: fx.Node) -> fx.Node | None:
+def _alias_of(c: Canonical, node: Node) -> Node | None:
     """Return the first argument of a node that only names a part of its memory."""
     source = node.args[0] if node.args else None
-    if not isinstance(source, fx.Node) or node in c.effects.writers:
+    if not isinstance(source, Node) or node in c.effects.writers:
         return None
     own = c.effects.storages(node)
     return source if own and own <= c.effects.storages(source) else None

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import fx
+from torch.fx import Node, map_arg
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -68,7 +68,7 @@ _NORMS: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
-def spelled_out(c: Canonical, node: fx.Node, name: str) -> Activation | Norm | None:
+def spelled_out(c: Canonical, node: Node, name: str) -> Activation | Norm | None:
     """Record a node; return the activation or norm that ends there, if one does."""
     carries = name in _CARRIES and any(n in c.bent for n in node.all_input_nodes)
     if name not in _BENT and not carries:
@@ -77,12 +77,12 @@ def spelled_out(c: Canonical, node: fx.Node, name: str) -> Activation | Norm | N
     return _read(c, node) if name in _ENDS else None
 
 
-def _read(c: Canonical, end: fx.Node) -> Activation | Norm | None:
+def _read(c: Canonical, end: Node) -> Activation | Norm | None:
     """Try each value that several steps read as the argument of the expression."""
     rank = len(c.sizes(end))
     if not 0 < rank <= _LARGEST_RANK:
         return None
-    readers: dict[View, list[fx.Node]] = {}
+    readers: dict[View, list[Node]] = {}
     steps = [end]
     for node in steps:
         for operand in node.all_input_nodes:
@@ -94,7 +94,7 @@ def _read(c: Canonical, end: fx.Node) -> Activation | Norm | None:
     for root, reads in readers.items():
         if len(reads) < 2 or views.shape_of(root[1]) != c.shape(end):
             continue
-        inner: set[fx.Node] = set()
+        inner: set[Node] = set()
         try:
             found = _recognized(c, end, reads[0], inner)
         except (ArithmeticError, ValueError, TypeError, RuntimeError):
@@ -106,19 +106,17 @@ def _read(c: Canonical, end: fx.Node) -> Activation | Norm | None:
     return None
 
 
-def _step(c: Canonical, value: View) -> fx.Node | None:
+def _step(c: Canonical, value: View) -> Node | None:
     """Return the operation that makes a value; None for one that no expression has."""
     base, dims = value
-    if not isinstance(base, fx.Node) or dims != c.whole(base):
+    if not isinstance(base, Node) or dims != c.whole(base):
         return None
     known = target_name(base) in _STEPS or isinstance(c.forms.get(base), Cast)
     plain = known and base.op in ("call_function", "call_method")
     return base if plain and base not in c.effects.writers else None
 
 
-def _recognized(
-    c: Canonical, end: fx.Node, root: fx.Node, steps: set[fx.Node]
-) -> Activation | Norm | None:
+def _recognized(c: Canonical, end: Node, root: Node, steps: set[Node]) -> Activation | Norm | None:
     """Return the form of what the operations from a value to the end compute; None for no known
     function. Adds the operations to `steps`."""
     x, known = _known(len(c.sizes(end)))
@@ -139,7 +137,7 @@ def _recognized(
 
 
 def _evaluated(
-    c: Canonical, end: fx.Node, root: fx.Node, x: torch.Tensor, steps: set[fx.Node]
+    c: Canonical, end: Node, root: Node, x: torch.Tensor, steps: set[Node]
 ) -> torch.Tensor:
     """Return what the operations from a value to the end make of x in its place; ValueError where
     they read another value.
@@ -156,10 +154,10 @@ def _evaluated(
             if step is None:
                 raise ValueError(f"{node} is another argument")
             values[value] = compute(step)
-            steps.update(n for n in c.through(node) if isinstance(n, fx.Node))
+            steps.update(n for n in c.through(node) if isinstance(n, Node))
         return values[value]
 
-    def compute(step: fx.Node) -> torch.Tensor:
+    def compute(step: Node) -> torch.Tensor:
         if c.shape(step) not in (shape, (*shape[:-1], 1)) or c.dtype(step) != dtype:
             raise ValueError(f"{step} has another shape or dtype")
         steps.add(step)
@@ -170,7 +168,7 @@ def _evaluated(
                 raise ValueError(f"{step} rounds")
             return operand(form.value)
         named = {name: value for name, value in step.kwargs.items() if name != "dtype"}
-        made: torch.Tensor = applied(step, *fx.map_arg((step.args, named), operand))
+        made: torch.Tensor = applied(step, *map_arg((step.args, named), operand))
         return made
 
     if _step(c, (end, views.identity(shape))) is None:
@@ -192,7 +190,7 @@ def _is_same(one: torch.Tensor, two: torch.Tensor) -> bool:
     return one.shape == two.shape and torch.allclose(one, two, rtol=_SAME, atol=_SAME)
 
 
-def norm_around(c: Canonical, node: fx.Node, name: str, form: Any) -> Norm | None:
+def norm_around(c: Canonical, node: Node, name: str, form: Any) -> Norm | None:
     """Return the norm that ends at a node, with its helpers noted; None where none does.
 
     form: of the node alone: a cast, or a norm times a weight, or plus a bias.
@@ -218,7 +216,7 @@ def norm_around(c: Canonical, node: fx.Node, name: str, form: Any) -> Norm | Non
     return None
 
 
-def _narrowed(c: Canonical, norm: Norm, dtype: torch.dtype, nodes: set[fx.Node]) -> Norm | None:
+def _narrowed(c: Canonical, norm: Norm, dtype: torch.dtype, nodes: set[Node]) -> Norm | None:
     """Return the norm that a cast returns to the dtype of the input of a wider computation."""
     if c.dtype(norm.value) == dtype:
         return norm  # it was widened by the product with the wider root
@@ -231,7 +229,7 @@ def _narrowed(c: Canonical, norm: Norm, dtype: torch.dtype, nodes: set[fx.Node])
 
 
 def _with_vector(
-    c: Canonical, node: fx.Node, form: Scale | Add, norm: Norm, vector: Key
+    c: Canonical, node: Node, form: Scale | Add, norm: Norm, vector: Key
 ) -> Norm | None:
     """Return a norm with a weight or a bias along the last dimension; either may be cast, and a
     weight stored less one."""
