@@ -38,9 +38,8 @@ def storages_of(value: Any) -> frozenset[int]:
             return frozenset((value.untyped_storage()._cdata,))
         except (NotImplementedError, RuntimeError):  # subclasses and sparse tensors have none
             return frozenset((id(value),))
-    if isinstance(value, (tuple, list)):
-        return frozenset().union(*(storages_of(item) for item in value)) if value else frozenset()
-    return frozenset()
+    parts = value if isinstance(value, (tuple, list)) else ()
+    return frozenset().union(*map(storages_of, parts))
 
 
 def is_ignorable(node: Node) -> bool:
@@ -50,9 +49,8 @@ def is_ignorable(node: Node) -> bool:
 
 def is_pure(node: Node, effects: Effects) -> bool:
     """Return whether a node computes its value and does nothing else."""
-    if node.op in ("placeholder", "get_attr", "output") or node in effects.writers:
-        return False
-    return not (node.is_impure() or region_edge(node))
+    stored = node.op == "get_attr"
+    return not (stored or node in effects.writers or node.is_impure() or region_edge(node))
 
 
 def _function_name(node: Node) -> str:

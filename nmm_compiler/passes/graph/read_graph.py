@@ -323,7 +323,7 @@ def chain(
     rest.remove(first)
     value: Key = operands[first]
     have = labels[first]
-    while rest:
+    while True:
         for step in rest:
             kept = set(out).union(*(labels[i] for i in rest if i != step))
             if (set(have) & set(labels[step])) - kept:
@@ -341,7 +341,6 @@ def chain(
             return form
         shape = tuple(sizes[x] for x in result)
         value, have = c.virtual(node, f"step{len(rest)}", form, shape), result
-    return None
 
 
 def _multi_dot(c: Canonical, node: Node, tensors: Any = None) -> Result:

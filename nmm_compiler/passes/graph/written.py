@@ -27,7 +27,7 @@ def follow_writes(c: Canonical) -> bool:
     """Let readers behind a write read what it returns, or what it has put into a buffer; return
     whether any does."""
     position, changed = c.effects.position, False
-    for node in sorted(c.effects.writers, key=position.__getitem__):
+    for node in c.effects.writers:
         target: Any = node.args[0] if node.args else None
         name = target_name(node) or "::"
         puts = name == "setitem_"
