@@ -706,10 +706,8 @@ def read_projection(c: Canonical, key: Key, also: str = "") -> Chain | None:
         return None
     chain = read_chain(c, walk.key, form, also)
     if not isinstance(chain, Chain) or too_wide(c, chain):
-        is_weight = c.is_weight(form.lhs), c.is_weight(form.rhs)
-        if not any(is_weight):
-            return None
-        stage = read_stage(c, walk.key, form, is_weight[1])  # x is on the left where both may be
+        of_rhs = c.is_weight(form.rhs)  # x is on the left where both may be
+        stage = read_stage(c, walk.key, form, of_rhs)
         if isinstance(stage, Refusal) or part_of_one(stage.x) is not None:
             return None
         chain = Chain(stage, None, (), walk.key, stage.out_dims)
