@@ -39,8 +39,9 @@ from nmm_compiler.passes.graph.canonical import (
     once,
     owner_of,
 )
-from nmm_compiler.passes.graph.effects import is_ignorable, region_edge
+from nmm_compiler.passes.graph.effects import region_edge
 from nmm_compiler.passes.graph.read_graph import is_distributed
+from nmm_compiler.passes.graph.torch_names import target_name
 from nmm_compiler.passes.graph.written import is_alone
 from nmm_compiler.prices.ways import Ways, ways
 from nmm_compiler.report.text import counted
@@ -98,11 +99,12 @@ def part_of_one(key: Key) -> Refusal | None:
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async")
 
 
 def real_users(node: Node) -> list[Node]:
     """Return the users of a value, without those that only assert."""
-    return [user for user in node.users if not is_ignorable(user)]
+    return [user for user in node.users if user.users or target_name(user) not in _ASSERTIONS]
 
 
 def readings(c: Canonical, node: Node) -> Iterator[tuple[Node, Node]]:

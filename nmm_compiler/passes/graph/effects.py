@@ -21,7 +21,6 @@ from nmm_compiler.passes.graph.torch_names import is_inplace_name, named_argumen
 
 # The storage identity of unknown memory.
 ANYTHING = frozenset((0,))
-_ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async")
 _FUNCTORCH = re.compile(
     "_increment_nesting|_decrement_nesting|_add_batch_dim|_remove_batch_dim|_wrap_for_grad|"
     "_unwrap_for_grad|_make_dual|_unpack_dual|enter_dual_level|exit_dual_level|_jvp"
@@ -40,11 +39,6 @@ def storages_of(value: Any) -> frozenset[int]:
             return frozenset((id(value),))
     parts = value if isinstance(value, (tuple, list)) else ()
     return frozenset().union(*map(storages_of, parts))
-
-
-def is_ignorable(node: Node) -> bool:
-    """Return whether the node only asserts, so that it is no real user of a value."""
-    return not node.users and target_name(node) in _ASSERTIONS
 
 
 def is_pure(node: Node, effects: Effects) -> bool:
