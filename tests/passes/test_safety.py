@@ -297,6 +297,7 @@ IN_PLACE = ("iadd", "ifloordiv", "imod", "ixor", "ilshift", "irshift", "iand", "
 # Of each node: what it calls, its arguments of x, y and z, its keywords, and what it writes.
 WRITES = {
     "method": ("call_method", "mul_", "xy", {}, "x"),
+    "method of any object": ("call_method", "__eq__", "xy", {}, ""),
     **{name: ("call_function", getattr(operator, name), "xy", {}, "x") for name in IN_PLACE},
     "inplace flag": ("call_function", F.relu, "x", {"inplace": True}, "x"),
     "out": ("call_function", torch.mul, "xy", {"out": "z"}, "z"),

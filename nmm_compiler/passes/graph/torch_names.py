@@ -153,11 +153,11 @@ def changes_gradient(node: fx.Node) -> bool:
 def signature(target: Any) -> tuple[str, ...]:
     """Return the names of the parameters by position of a Python function, an operator, or ATen's
     operator of a name; () for others."""
-    if isinstance(target, str):
-        packet = getattr(torch.ops.aten, target, None)
-        target = packet and getattr(packet, packet.overloads()[0])
+    named = getattr(torch.ops.aten, target, None) if isinstance(target, str) else target
+    if isinstance(named, torch._ops.OpOverloadPacket):
+        target = getattr(named, named.overloads()[0])
     if isinstance(target, torch._ops.OpOverload):
-        return tuple(one.name for one in target._schema.arguments)
+        return tuple(one.name for one in target._schema.arguments if not one.kwarg_only)
     given = inspect.signature(target).parameters if inspect.isfunction(target) else {}
     return tuple(n for n, one in given.items() if one.kind is one.POSITIONAL_OR_KEYWORD)
 
