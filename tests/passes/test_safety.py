@@ -149,6 +149,11 @@ def _hooked(p, x):
     return F.linear(h, p.b)
 
 
+@torch.no_grad()
+def _copied(x):
+    return x.clone()
+
+
 @pytest.mark.parametrize(
     ("function", "kinds"),
     [
@@ -158,8 +163,17 @@ def _hooked(p, x):
         (lambda p, x: lin(p, x.detach()) + x, ["lowrank"]),
         (lambda p, x: F.linear(F.linear(x, p.a.detach()), p.b), ["lowrank"]),
         (lambda p, x: F.linear(x, p.w).detach() + lin(p, x), ["lowrank"]),
+        (lambda p, x: lin(p, _copied(x)) + x, ["lowrank"]),
     ],
-    ids=["detached middle", "data", "hook", "detached x", "detached weight", "detached base"],
+    ids=[
+        "detached middle",
+        "data",
+        "hook",
+        "detached x",
+        "detached weight",
+        "detached base",
+        "copied x",
+    ],
 )
 def test_gradients_stop_where_the_model_stops_them(function, kinds):
     model, found = Model(function), Backend()

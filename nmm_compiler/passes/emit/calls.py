@@ -27,7 +27,7 @@ from nmm_compiler.ops.launches import view_turned
 from nmm_compiler.ops.linear import CORRECTED, CORRECTED_MLP, CORRECTED_SHARED, SUFFIX
 from nmm_compiler.ops.registration import DEFINITIONS
 from nmm_compiler.passes.chains.chain import Chain, Step, feature_axis, is_whole_feature
-from nmm_compiler.passes.chains.safety import Refusal, covered, tokens_to_judge
+from nmm_compiler.passes.chains.safety import Refusal, covered, crossed, tokens_to_judge
 from nmm_compiler.passes.emit.editor import Editor, NotEmittedError, aten
 from nmm_compiler.passes.emit.stored import (
     Scaled,
@@ -225,17 +225,20 @@ class Source:
         )
 
 
-def best_source(c: Canonical, key: Key, dims: Dims, k: int) -> Source:
+def best_source(c: Canonical, key: Key, dims: Dims, k: int, final: fx.Node) -> Source:
     """Return the operand, or the tensor that it is a view or copy of, if that needs no transpose.
 
-    The call reads that tensor at its own place. It holds the same there, since a copy is read as
-    one only where nothing writes to either (`read_graph`).
+    The call reads that tensor at its own place, so the views and copies move there: no write and no
+    edge of a region, as of no_grad, may lie between.
     """
     here = Source(key, dims, k)
     base, below = c.base(key)[0], under(c, here)
     if base is key or isinstance(base, Virtual) or below is None:
         return here
-    return below if below.is_col() or below.is_row() else here
+    if not below.is_col() and not below.is_row():
+        return here
+    moved = [owner_of(one) for one in c.through(key)]
+    return here if crossed(c, moved, final, [base]) else below
 
 
 def under(c: Canonical, source: Source) -> Source | None:
@@ -357,7 +360,7 @@ class Call:
             dataclasses.replace(one, bits=dict(zip(one.letters, left, strict=False)))
             for one in chains
         ]
-        source = best_source(c, first.x, first.x_dims, first.weight.k)
+        source = best_source(c, first.x, first.x_dims, first.weight.k, final)
         given: dict[str, Any] = {"source": source, "note": note, **more}
         call = cls(op, (*chains,), final=final, out_dims=out_dims, **given)
         call.covered = covered(c, final, call.keys())

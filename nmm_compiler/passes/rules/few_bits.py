@@ -20,7 +20,7 @@ import math
 from torch import fx
 
 from nmm_compiler.passes.chains.chain import Chain, read_projection
-from nmm_compiler.passes.chains.safety import Refusal
+from nmm_compiler.passes.chains.safety import Refusal, covered, crossed
 from nmm_compiler.passes.emit.calls import Call, best_source, with_base
 from nmm_compiler.passes.emit.stored import (
     STORED_FP8,
@@ -91,7 +91,11 @@ class StaticFP8(Quantized):
         if why:
             why = f"fp8 x is multiplied as 16 bits: {why}"
             return Refusal("few_bits", why, candidate, report_even_if_superseded=True)
-        source = best_source(graph, rounded.value, chain.first.x_dims, chain.u.k)
+        moved = covered(graph, candidate, [rounded.value, *chain.operands[1:]])
+        unsafe = crossed(graph, moved, candidate, [rounded.value])
+        if unsafe is not None:
+            return unsafe
+        source = best_source(graph, rounded.value, chain.first.x_dims, chain.u.k, candidate)
         if not source.is_row():
             return Refusal("shape", "x is rearranged behind its rounding", candidate)
         call = Call.of_chain(graph, chain, "matmul", source=source, rounded=rounded)
