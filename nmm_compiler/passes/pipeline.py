@@ -579,12 +579,9 @@ class _Run:
         return module
 
 
-Child = tuple[fx.GraphModule, list[Any] | None, dict[str, bool]]
-
-
 def _children(
     module: fx.GraphModule, values: dict[fx.Node, Any], stored: Mapping[str, bool] | None
-) -> dict[str, Child]:
+) -> dict[str, tuple[fx.GraphModule, list[Any] | None, dict[str, bool]]]:
     """Return the graphs that nodes of this graph run, by name: graph, inputs, which are stored.
 
     A higher-order operator passes its last arguments to each of its graphs, in order.
@@ -596,7 +593,7 @@ def _children(
     if not bodies:
         return {}
     outer = read_graph(module, values, stored)
-    found: dict[str, Child] = {}
+    found: dict[str, Any] = {}
     left: set[str] = set()
     for node in module.graph.nodes:
         graphs = [n for n in node.all_input_nodes if n.op == "get_attr" and n.target in bodies]

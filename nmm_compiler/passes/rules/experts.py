@@ -62,7 +62,6 @@ _ONE_NAME = {
 place reads its result."""
 _OWN = "nmm::experts"
 _OF_DIMS = ("unsqueeze", "squeeze", "transpose")
-_FULL = ("full", "full_like")
 
 # What may stand between the products of an expert, beside casts.
 _OF_ELEMENTS = frozenset({
@@ -417,7 +416,11 @@ def _sparse(scores: Any) -> fx.Node:
     into, index = given.args[0], _given(given, 2, "index")
     # else it sums where an expert is there twice
     _require(not set(given.kwargs) - {"dim", "index", "src"} and len(given.args) <= 4)
-    fill = 0.0 if name_of(into) in ("zeros", "zeros_like") else _named(into, _FULL).args[1]
+    fill = (
+        0.0
+        if name_of(into) in ("zeros", "zeros_like")
+        else _named(into, ("full", "full_like")).args[1]
+    )
     _require(fill == wanted and _given(given, 1, "dim") in (1, -1))
     _require(_is_top_k(index) and index.args[1] == 1)  # no expert twice
     return index
