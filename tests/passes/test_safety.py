@@ -176,13 +176,11 @@ def _copied(x):
     ],
 )
 def test_gradients_stop_where_the_model_stops_them(function, kinds):
-    model, found = Model(function), Backend()
-    leaves = [p for n, p in model.named_parameters()]
-    gradients = []
+    model, found, gradients = Model(function), Backend(), []
     for call in (model, torch.compile(model, backend=found, dynamic=False)):
         x = torch.arange(6.0 * 32).view(6, 32).sin().requires_grad_()
         loss = call(x).square().sum()
-        gradients.append(torch.autograd.grad(loss, [x, *leaves], allow_unused=True))
+        gradients.append(torch.autograd.grad(loss, [x, *model.parameters()], allow_unused=True))
     assert kinds_of(found[0]) == kinds
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
 
