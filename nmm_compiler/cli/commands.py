@@ -23,8 +23,8 @@ from nmm_compiler.cli import (
     kernels,
     on_models,
 )
+from nmm_compiler.cli.endings import FAILED, say
 from nmm_compiler.cli.limited import run_limited
-from nmm_compiler.cli.main import FAILED, say
 from nmm_compiler.version import VERSION
 
 

@@ -24,7 +24,7 @@ from typing import Annotated, Any
 import typer
 
 from nmm_compiler.cli import models, values
-from nmm_compiler.cli.main import say
+from nmm_compiler.cli.endings import say
 from nmm_compiler.errors import CacheWarning, ModelError
 from nmm_compiler.lowrank_models.progress import steps
 from nmm_compiler.options import let_threads_sleep

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from nmm_compiler.cli.main import ending
+from nmm_compiler.cli.endings import ending
 from nmm_compiler.errors import WorkerError
 
 _GIB = 1 << 30

@@ -21,7 +21,7 @@ import typer
 
 from nmm_compiler import outputs, targets
 from nmm_compiler.cli import models
-from nmm_compiler.cli.main import WORDS
+from nmm_compiler.cli.endings import WORDS
 from nmm_compiler.errors import NmmError, OutputError, UnknownNameError
 from nmm_compiler.report.page import page
 from nmm_compiler.report.parts import Line, Part
