@@ -149,17 +149,14 @@ def _of_linear(family: str, words: Sequence[str]) -> str:
     return "linear" if "--weight" in names else "matmul"
 
 
-def _fields(family: str) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(FAMILIES[family].spec_class).parameters
-
-
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
 OPTIONS = "\n\n".join(
     ("Options of each family, the fields of its spec:",
-     *(f"{family}: {', '.join(map(_flag, _fields(family)))}" for family in FAMILIES))
+     *(f"{family}: {', '.join(map(_flag, inspect.signature(kind.spec_class).parameters))}"
+       for family, kind in FAMILIES.items()))
 )  # fmt: skip
 """What the help of `nmm kernel` ends with."""
 
@@ -169,7 +166,7 @@ def make_spec(family: str, words: Sequence[str]) -> Any:
 
     An option is `--name value`, `--name=value`, `--name` for true or `--no-name` for false.
     """
-    fields = _fields(family)
+    fields = inspect.signature(FAMILIES[family].spec_class).parameters
     parser = argparse.ArgumentParser(
         add_help=False, allow_abbrev=False, exit_on_error=False, argument_default=argparse.SUPPRESS
     )
