@@ -103,10 +103,7 @@ def probe() -> NeuronProbe:
         else:
             problem = _cores_problem(target, 1)
     return NeuronProbe(
-        nki=versions["nki"],
-        neuronx_cc=versions["neuronx-cc"],
-        torch_neuronx=versions["torch-neuronx"],
-        torch_xla=versions["torch-xla"],
+        **{name.replace("-", "_"): found for name, found in versions.items()},
         devices=devices,
         instance=instance,
         target=target.name if target else None,
