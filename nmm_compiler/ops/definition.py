@@ -10,10 +10,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 
 from nmm_compiler.errors import ShapeError
@@ -84,8 +83,13 @@ class Op:
     """One torch op; subclasses say what it computes and how it reaches kernels.
 
     operands: x first. keywords: each with its default. bare: what `reference` computes of a call
-    without norm and residual, which saves a Python call.
+    without norm and residual, which saves a Python call. fake: arguments by name -> empty results;
+    raises NmmError for operands that do not fit. lower: (arguments by name, x as a matrix, its
+    tokens, what transposes weights) -> the launch of a call.
     """
+
+    fake: ClassVar[Callable[..., Any]]
+    lower: ClassVar[Callable[..., Launch]]
 
     name: str
     operands: tuple[Operand, ...]
@@ -146,14 +150,6 @@ class Op:
     def of_arguments(self, function: Callable[[Given], Any]) -> Callable:
         """Return a function of a call's arguments by name as one of the arguments themselves."""
         return lambda *args, **kw: function(self.bound(args, kw))
-
-    def fake(self, given: Given) -> Any:
-        """Return empty results of a call; raises NmmError for operands that do not fit."""
-        raise NotImplementedError
-
-    def lower(self, given: Given, rows: Tensor, m: int, transpose: Any) -> Launch:
-        """Return the launch of a call whose x, as a matrix of m tokens, is `rows`."""
-        raise NotImplementedError
 
     def sharding(self, given: Given) -> Placements:
         """Return the placements that DTensor may use: every tensor is whole on each device."""

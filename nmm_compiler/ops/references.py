@@ -52,7 +52,7 @@ def activate(y: Tensor, name: str) -> Tensor:
 
 def rms_norm(h: Tensor, gain: Tensor, eps: float) -> Tensor:
     """Return gain * h / sqrt(mean(h * h) + eps) over the last axis, in float32 at least."""
-    wide = h if h.dtype == torch.float64 else h.float()
+    wide = _wide(h)
     scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (gain * scaled.to(h.dtype)).to(h.dtype)
 
@@ -131,19 +131,15 @@ def check_group(tp: int, tp_axis: str, group: str) -> None:
         )
 
 
-def summed(t: Tensor, group: str) -> Tensor:
+def summed(t: Any, group: str) -> Tensor:
     """Return the sum of t over the processes of the group."""
     # by name: an import of the class takes most of a second
     if type(t) is not Tensor and type(t).__name__ == "DTensor":
-        return _whole(t)
+        from torch.distributed.tensor import Replicate
+
+        made: Tensor = t.redistribute(placements=[Replicate()] * t.device_mesh.ndim)
+        return made
     return _Summed.apply(t, group) if t.requires_grad else _all_reduce(t, group)
-
-
-def _whole(t: Any) -> Tensor:
-    from torch.distributed.tensor import Replicate
-
-    made: Tensor = t.redistribute(placements=[Replicate()] * t.device_mesh.ndim)
-    return made
 
 
 def _all_reduce(t: Tensor, group: str) -> Tensor:

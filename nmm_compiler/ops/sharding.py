@@ -112,20 +112,12 @@ def placements(given: Given, parts: Sequence[Held], gated: Sequence[str]) -> Pla
             for one, axes in zip(parts, lies, strict=True)
         ]
         rows.append(([placed(out, True) for out in outs], ins))
-    return _between_blocks(given, parts, rows)
-
-
-def _between_blocks(given: Given, parts: Sequence[Held], rows: Placements) -> Placements:
-    """Return the rows that leave the blocks of MX weights whole."""
     form = MX.get(given.get("format", ""))
     for place, one in enumerate(parts):
         if form is not None and one.letter in ("w", "w_scale"):
             of_block = 1 if one.letter == "w_scale" else 32 * form.bits // 8
             rows = between_blocks(rows, place, one.tensor, one.tensor.shape[1] // of_block)
     return rows
-
-
-_NO_NUMBERS = 100  # the place of the first positional argument that is a number: behind all
 
 
 _registered: set[Any] = set()
@@ -145,7 +137,8 @@ def register_when_used(rules: dict[Any, Callable]) -> None:
     propagator = DTensor._op_dispatcher.sharding_propagator
     for op, rule in rules.items():
         keywords = [one.name for one in op._schema.arguments if one.kwarg_only] or None
-        info = RuntimeSchemaInfo(_NO_NUMBERS, keywords, needs_pytree=True)
+        # no positional argument is a number: the first would stand behind all
+        info = RuntimeSchemaInfo(100, keywords, needs_pytree=True)
         propagator.register_op_strategy(op, functools.partial(_strategy, rule), info)
         _registered.add(op)
 
