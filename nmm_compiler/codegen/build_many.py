@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nmm_compiler.cache.key import Key
 from nmm_compiler.cache.store import Store
 from nmm_compiler.codegen.build import (
     Kernel,
@@ -114,7 +113,7 @@ def fill_cache(
     """
     made = options or Options()
     store = Store.for_kernels(made, check=check_foreign)
-    wanted = _wanted([(spec, target) for spec in specs], made)
+    wanted = {asked(spec, target, options=made).key: spec for spec in specs}
     keys = store.missing(list(wanted))
     if keys and store.mode == "require":
         raise store.miss(keys)
@@ -122,8 +121,8 @@ def fill_cache(
     count = min(len(missing), jobs or cores())
     few = count < 2 or len(missing) < (_WORTH_A_WORKER if jobs else 2 * _WORTH_A_WORKER)
     if store.mode == "rw" and not few:
-        fill(missing, options=made, jobs=count)
-    return {spec for spec, _ in missing}
+        fill([(spec, target) for spec in missing], options=made, jobs=count)
+    return set(missing)
 
 
 def fill(
@@ -144,7 +143,7 @@ def fill(
     store = Store.open(made, check=check_foreign)
     if store.mode != "rw":
         raise CacheError(f"{store} cannot be filled; set NMM_CACHE=rw and a directory of your own")
-    wanted = _wanted(requests, made)
+    wanted = {asked(*one, options=made).key: one for one in requests}
     whole, missing = len(wanted), [wanted[key] for key in store.missing(list(wanted))]
     done: dict[Request, str] = {}
 
@@ -157,18 +156,17 @@ def fill(
         build_one, missing, lambda spec, target: request_text(spec, target, made), took,
         whole=whole, executor=executor, jobs=jobs, progress=progress,
     )  # fmt: skip
-    failed = tuple(
-        Failed(kernel=one[0].short(), target=one[1], reason=done[one])
-        for one in missing
-        if done[one] not in (BUILT, FOUND)
-    )
     answers = list(done.values())
     return Filled(
         kernels=whole,
         present=whole - len(missing),
         built=answers.count(BUILT),
         elsewhere=answers.count(FOUND),
-        failed=failed,
+        failed=tuple(
+            Failed(kernel=one[0].short(), target=one[1], reason=done[one])
+            for one in missing
+            if done[one] not in (BUILT, FOUND)
+        ),
         seconds=time.monotonic() - start,
     )
 
@@ -206,11 +204,6 @@ def each(
                 f"{done} of {counted(whole, 'kernel')} done; the same call goes on there"
             )
             raise
-
-
-def _wanted(requests: Sequence[Request], options: Options) -> dict[Key, Request]:
-    """Return the kernels that are wanted, each key once."""
-    return {asked(*request, options=options).key: request for request in requests}
 
 
 def request_text(spec: KernelSpec, target: str, options: Options) -> str:
