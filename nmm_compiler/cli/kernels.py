@@ -189,8 +189,7 @@ def make_spec(family: str, words: Sequence[str]) -> Any:
     hints = hints_of(spec_class)
     for name, value in vars(given).items():
         if name != "pairs" and not is_of(value, hints[name]):
-            wanted = name_of(hints[name])
-            raise SpecError(f"{family}: {_flag(name)} is {value!r}; pass {wanted}")
+            raise SpecError(f"{family}: {_flag(name)} is {value!r}; pass {name_of(hints[name])}")
     return spec_class(**vars(given))
 
 
