@@ -176,8 +176,7 @@ def test_instructions_and_errors_carry_the_line_that_issued_them():
             return out(x)
             """, values(8, 8),
         )  # fmt: skip
-    body = HEADER.count("\n") + 2
-    assert caught.value.line == body + 2
+    assert caught.value.line == HEADER.count("\n") + 4
 
 
 def test_direct_allocation_puts_blocks_where_it_says():
