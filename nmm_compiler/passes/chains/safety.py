@@ -249,7 +249,8 @@ def crossed(
         return Refusal("mutation", "an inner value is written in place", seen)
     if final in effects.transformed:
         return Refusal("region", "the chain stands inside a functorch transform", final)
-    start, end = min(effects.position[n] for n in nodes), effects.position[final]
+    end = effects.position[final]
+    start = min((effects.position[n] for n in nodes), default=end)
     barrier = effects.crossed(start, end, [*covered, *map(owner_of, keys)], nodes)
     if barrier is None:
         return None
