@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from nmm_compiler.passes.graph.canonical import owner_of
+from nmm_compiler.passes.graph.canonical import Diagonal, owner_of
 from nmm_compiler.passes.graph.capture import collect_values
 from nmm_compiler.passes.graph.effects import fetch_attribute
 from nmm_compiler.passes.graph.read_graph import read_graph
@@ -86,11 +86,14 @@ def reproducer(
     inner: Any = module.get_submodule(match.graph) if match.graph else module
     values = collect_values(inner, inputs)
     canonical = read_graph(inner, values)
-    # Rules look through views: two transposes of one tensor are one tensor to them.
+    # Rules look through views: two transposes of one tensor are one tensor to them. A diagonal
+    # matrix is no matrix of random numbers.
     names = {node.name for node in match.nodes}
     own = [node for node in inner.graph.nodes if node.name in names]
-    viewed = (key for node in own for one in node.all_input_nodes for key in canonical.through(one))
-    both = {*own, *map(owner_of, viewed)}
+    read_by = {one for node in own for one in node.all_input_nodes}
+    viewed = {owner_of(key) for one in read_by for key in canonical.through(one)}
+    diagonal = {n for n in read_by | viewed if isinstance(canonical.forms.get(n), Diagonal)}
+    both = {*own, *viewed, *diagonal}
     nodes = [n for n in inner.graph.nodes if n in both and n.op.startswith("call")]
     taken = set(nodes)
     read = dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in taken)

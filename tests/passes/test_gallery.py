@@ -93,7 +93,7 @@ def ends(script, capsys):
 SCRIPTS = [
     ("matmul_op", "S"), ("swiglu_transposed", "S"), ("sequential_dropout", "S"), ("qkv", "S"),
     ("lora_dropout_branch", "S"), ("to_same_dtype", "E"), ("checkpointed", "D"),
-    ("one_u_two_v", "D"),
+    ("one_u_two_v", "D"), ("scale_diag", "S"),
 ]  # fmt: skip
 
 
