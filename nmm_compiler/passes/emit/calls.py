@@ -11,6 +11,7 @@ updates of a weight, and gradients reach it.
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -273,7 +274,7 @@ class Lowering(Editor):
         self.begin(at)
         self.m = m
 
-    def kernel(self, name: str, given: Mapping[str, Any]) -> Any:
+    def kernel(self, name: str, given: Mapping[str, Any], value: Any = None) -> Any:
         """Return the spec of the kernel that an op of ours launches, of one device's parts."""
         op = DEFINITIONS[name]
         local: Any = fx.node.map_aggregate(dict(given), lambda one: without_data(local_part(one)))
@@ -431,6 +432,17 @@ class Call:
             node = editor.operand(self.source.key)
         return editor.arrange(node, self.source.dims, self.dims(self.source.k, self.x_layout))
 
+    def known_value(self, editor: Editor, x: fx.Node) -> Any:
+        """Return the metadata value of the node whose place the result takes, where the kernel
+        makes such a tensor; else None. To make one anew takes longer than the rest of a call."""
+        lead, old = editor.shape(x), editor.c.values[self.final]
+        lead = lead[:-1] if self.x_layout == "row" else lead[1:]
+        sizes = [*lead, self.n] if self.out_layout == "row" else [self.n, math.prod(lead)]
+        own = self.final in editor.c.forms and self.final not in editor.c.effects.writers
+        static = all(isinstance(size, int) for size in (*sizes, *old.shape))
+        plain = own and static and not is_distributed(old)
+        return old if plain and [*old.shape] == sizes and old.is_contiguous() else None
+
     def dims(self, features: int, layout: str) -> Dims:
         """Return the dimensions of an operand or a result in a layout; all tokens are one dimension
         where x is "col"."""
@@ -492,9 +504,12 @@ class Call:
         if self.members:  # the call stands where the first result is needed
             editor.hoist()
         x = self.prepare_x(editor)
-        node = editor.kernel(self.op_name, {"x": x, **self.named(editor)})
+        results = self.results()
+        values = [one.known_value(editor, x) for one in results]
+        value = None if None in values else values if self.members else values[0]
+        node = editor.kernel(self.op_name, {"x": x, **self.named(editor)}, value)
         new: list[fx.Node] = []
-        for i, one in enumerate(self.results()):
+        for i, one in enumerate(results):
             part = editor.call(operator.getitem, node, i) if self.members else node
             want, made = (getattr(editor.value(n), "placements", None) for n in (one.final, part))
             if made != want:

@@ -81,8 +81,9 @@ class Editor:
             value = operator(*real_args, **real_kwargs)
         return self._add("call_function", operator, args, kwargs, value)
 
-    def kernel(self, name: str, given: Mapping[str, Any]) -> fx.Node:
-        """Add a call of an op of ours on the target; given: arguments by name.
+    def kernel(self, name: str, given: Mapping[str, Any], value: Any = None) -> fx.Node:
+        """Add a call of an op of ours on the target; given: arguments by name; value: of the node,
+        where it is known.
 
         Keywords that equal their default, but for layouts, and those of another op are left out.
         """
@@ -97,10 +98,12 @@ class Editor:
             if one.kwarg_only and one.name in said
             if one.name.endswith(_ALWAYS_SAID) or said[one.name] != one.default_value
         }
-        values, keywords = fx.map_arg((args, kwargs), self.c.values.get)
-        # DTensor's dispatch says how results are cut; else the op's fake is asked without dispatch.
-        fake = op if is_distributed(values[0]) else definition.of_arguments(definition.fake)
-        return self._add("call_function", op, (*args,), kwargs, fake(*values, **keywords))
+        if value is None:
+            values, keywords = fx.map_arg((args, kwargs), self.c.values.get)
+            # DTensor's dispatch says how results are cut; else the op's fake, without dispatch.
+            fake = op if is_distributed(values[0]) else definition.of_arguments(definition.fake)
+            value = fake(*values, **keywords)
+        return self._add("call_function", op, (*args,), kwargs, value)
 
     def _add(self, kind: str, target: Any, args: Any, kwargs: Any, value: Any) -> fx.Node:
         """Add a node behind those that were added, with its value and the metadata of `at`."""
