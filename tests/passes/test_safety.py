@@ -154,6 +154,13 @@ def _copied(x):
     return x.clone()
 
 
+def test_a_copy_stops_gradients_where_weights_are_inputs_as_x_is():
+    x, u, v = (torch.randn(n, m, requires_grad=True) for n, m in ((16, 64), (64, 8), (8, 96)))
+    compiled = torch.compile(lambda x, u, v: _copied(x) @ u @ v, backend=Backend())
+    compiled(x, u, v).sum().backward()
+    assert x.grad is None
+
+
 @pytest.mark.parametrize(
     ("function", "kinds"),
     [

@@ -411,8 +411,7 @@ def test_a_module_is_dense_in_the_fastest_dense_way(dtype):
         m=1, k=256, n=LLAMA["intermediate_size"], down_r=0, activation="silu", dtype=dtype,
         norm="rms", norm_gain=True, residual=True,
     )  # fmt: skip
-    times = ways(spec, "trn2")
-    assert line.each_us <= times.dense
+    assert line.each_us <= ways(spec, "trn2").dense
 
 
 @pytest.mark.parametrize("weights", ["bfloat16", "float8_e4m3", "fp8+32", "mxfp4+32fp8"])

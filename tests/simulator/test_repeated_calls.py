@@ -188,8 +188,7 @@ def test_calls_of_python_for_an_instruction():
         return count, len(found.trace.instructions)
 
     (few, small), (many, large) = calls(512), calls(2048)
-    each = (many - few) / (large - small)
-    assert each < 80
+    assert (many - few) / (large - small) < 80
 
 
 @pytest.mark.parametrize("target", targets.names())

@@ -249,8 +249,8 @@ def crossed(
         return Refusal("mutation", "an inner value is written in place", seen)
     if final in effects.transformed:
         return Refusal("region", "the chain stands inside a functorch transform", final)
-    end = effects.position[final]
-    start = min((effects.position[n] for n in nodes), default=end)
+    # a graph whose weights are inputs has views of x that count as weights
+    start, end = min(effects.position[n] for n in nodes or covered), effects.position[final]
     barrier = effects.crossed(start, end, [*covered, *map(owner_of, keys)], nodes)
     if barrier is None:
         return None
