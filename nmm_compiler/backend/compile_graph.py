@@ -215,25 +215,25 @@ def rewrite(work: Compilation) -> fx.GraphModule:
         result = pipeline.run(work.gm, work.example_inputs, options)
     if result is None:
         return work.gm
-    found = result.matches
-    for match in found:
+    matches = result.matches
+    for match in matches:
         work.notes += [note for note in (*match.notes, slower_than_dense(match)) if note]
     work.said |= {
-        "chains": sum(int(match.info.get("chains", 0)) for match in found),
-        "matches": tuple(map(_match_line, found)),
+        "chains": sum(int(match.info.get("chains", 0)) for match in matches),
+        "matches": tuple(map(_match_line, matches)),
         "rules": tuple(map(str, result.rules.values())),
         "declined": tuple(result.declined),
     }
-    if not found:
+    if not matches:
         headline = functools.partial(could_bring, result.opportunities, work.options.target)
         work.said["predicted"] = functools.cache(headline)
         return work.gm
     rewritten: fx.GraphModule = result.graph_module
-    prices = [match.info["predicted"] for match in found if "predicted" in match.info]
+    prices = [match.info["predicted"] for match in matches if "predicted" in match.info]
     headline = functools.partial(_graph_headline, rewritten, prices, work.options)
     work.said["predicted"] = functools.cache(headline)
     with work.tried("no pictures of the graph"):
-        work.said["pictures"] = tuple(graph_parts(work.gm, rewritten, found))
+        work.said["pictures"] = tuple(graph_parts(work.gm, rewritten, matches))
     executor = executor_name(work.options)
     for node in _calls_of_matches(rewritten):
         node.kwargs = {**node.kwargs, "executor": executor}
@@ -487,8 +487,8 @@ def _decompose_in_inductor() -> None:
             layout, layouts = kwargs.pop("out_layout", "row"), kwargs.pop("out_layouts", None)
             rows = reference(*args, **kwargs)
             each = zip(tree_leaves(rows), itertools.cycle(layouts or [layout]), strict=False)
-            made = [as_matrix(y).t() if way == "col" else y for y, way in each]
-            return made if isinstance(rows, list) else made[0]
+            matrices = [as_matrix(y).t() if way == "col" else y for y, way in each]
+            return matrices if isinstance(rows, list) else matrices[0]
 
         return run
 

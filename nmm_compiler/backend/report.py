@@ -163,7 +163,7 @@ def _of_kernel(kernel: Kernel) -> tuple[Part, ...]:
     The schedules that were tried are timed anew where the kernel was cached.
     """
     profile = kernel.profile()
-    found = profile.timeline
+    timeline = profile.timeline
     choices = choose(kernel.spec, kernel.target)
     tried: tuple[Part, ...] = (schedule_table(choices),)
     if choices[0].schedule != kernel.schedule:
@@ -172,10 +172,10 @@ def _of_kernel(kernel: Kernel) -> tuple[Part, ...]:
     return (
         Line(profile.summary(), "headline"),
         Line(f"{kernel.spec} as {kernel.schedule}"),
-        engine_table(found),
-        time_drawing(found),
+        engine_table(timeline),
+        time_drawing(timeline),
         Section("schedule and runners-up", tried, folded=True),
-        Section("source", tuple(listings(found)), folded=True),
+        Section("source", tuple(listings(timeline)), folded=True),
     )
 
 

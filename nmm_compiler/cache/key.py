@@ -76,9 +76,9 @@ class Key:
         """Return the key of `entries`; raise CacheError for none, or data it cannot hold."""
         if not isinstance(entries, Mapping) or not entries:
             raise CacheError(f"a cache key needs named entries, got {entries!r:.80}")
-        made = plain(entries, "key")
-        document = canonical({"format": KEY_FORMAT, "entries": made})
-        return cls(tuple(made.items()), hashlib.sha256(document.encode()).hexdigest())
+        parts = plain(entries, "key")
+        document = canonical({"format": KEY_FORMAT, "entries": parts})
+        return cls(tuple(parts.items()), hashlib.sha256(document.encode()).hexdigest())
 
     def to_dict(self) -> dict[str, Any]:
         """Return the entries as a dict of plain data, in order."""

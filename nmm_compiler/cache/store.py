@@ -279,13 +279,13 @@ class Store:
 
     def show(self, prefix: str) -> Entry:
         """Return the one entry whose digest starts with `prefix`; raise CacheError if not one."""
-        found = [info.digest for info in self._disk.entries() if info.digest.startswith(prefix)]
-        if len(found) != 1:
-            shown = ", ".join(digest[:12] for digest in found[:5]) or "see `nmm cache list`"
+        digests = [info.digest for info in self._disk.entries() if info.digest.startswith(prefix)]
+        if len(digests) != 1:
+            shown = ", ".join(digest[:12] for digest in digests[:5]) or "see `nmm cache list`"
             raise CacheError(
-                f"{len(found)} entries of {self.directory} start with {prefix!r}: {shown}"
+                f"{len(digests)} entries of {self.directory} start with {prefix!r}: {shown}"
             )
-        return self._disk.read(found[0])
+        return self._disk.read(digests[0])
 
     def missing(self, keys: Sequence[Key]) -> tuple[Key, ...]:
         """Return the keys that have no entry."""

@@ -103,11 +103,11 @@ def _fit(verdicts: Path, out: Path | None) -> values.Answer:
 
     if out is not None and not out.name.endswith(FILE):
         raise typer.BadParameter(f"--out {out}: a target's file ends in {FILE}")
-    found = calibrate(verdicts)
+    fit = calibrate(verdicts)
     if out is not None:
-        outputs.write_text(out, json.dumps(found.file(), indent=1) + "\n")
+        outputs.write_text(out, json.dumps(fit.file(), indent=1) + "\n")
     use = [Line(f"use it with --target {out}")] if out is not None else []
-    return values.Answer(found.to_dict(), [*found.parts(), *use])
+    return values.Answer(fit.to_dict(), [*fit.parts(), *use])
 
 
 def _climb(out: Path | None) -> values.Answer:

@@ -432,29 +432,29 @@ def compared(
     return compare(kernel, tuple(outputs), tuple(wanted), bounds)
 
 
-def comparison_parts(found: Mapping[str, Profile]) -> list[Part]:
+def comparison_parts(profiles: Mapping[str, Profile]) -> list[Part]:
     """Return the comparison of named profiles with the first of them."""
-    first, *_ = found.values()
-    best = min(found, key=lambda name: found[name].latency_us)
-    gain = first.latency_us / found[best].latency_us
-    error = max(found[best].error_band.mean, first.error_band.mean)
-    headline = f"fastest: {best}, {found[best].latency_us:.2f} us simulated on {first.target}, "
-    if found[best] is not first:
+    first, *_ = profiles.values()
+    best = min(profiles, key=lambda name: profiles[name].latency_us)
+    gain = first.latency_us / profiles[best].latency_us
+    error = max(profiles[best].error_band.mean, first.error_band.mean)
+    headline = f"fastest: {best}, {profiles[best].latency_us:.2f} us simulated on {first.target}, "
+    if profiles[best] is not first:
         headline += not_told(gain, error, "the first")
     lines = {
         name: {
             f"{one.line:>4} {statement(one.file, one.line) or one.name}": one.path_us
             for one in profile.by_line()
         }
-        for name, profile in found.items()
+        for name, profile in profiles.items()
     }
     operations = {
         name: {f"{one.name} on {one.engine}": one.path_us for one in profile.by_instruction()}
-        for name, profile in found.items()
+        for name, profile in profiles.items()
     }
     rows = [
         (*(value for figure, value, _ in one.figures().rows if figure in _FIGURES), name)
-        for name, one in found.items()
+        for name, one in profiles.items()
     ]
     return [
         Line(f"{headline}{gain:.2f} times as fast as the first", "headline"),
@@ -464,13 +464,13 @@ def comparison_parts(found: Mapping[str, Profile]) -> list[Part]:
     ]
 
 
-def _differences(found: Mapping[str, Mapping[str, float]], what: str) -> Grid:
+def _differences(columns: Mapping[str, Mapping[str, float]], what: str) -> Grid:
     """Return the rows that differ most."""
-    texts = dict.fromkeys(text for each in found.values() for text in each)
-    rows = [([each.get(text, 0.0) for each in found.values()], text) for text in texts]
+    texts = dict.fromkeys(text for each in columns.values() for text in each)
+    rows = [([each.get(text, 0.0) for each in columns.values()], text) for text in texts]
     rows.sort(key=lambda row: min(row[0]) - max(row[0]))
     shown = [(*(f"{us:.2f}" for us in each), text) for each, text in rows[:_ROWS]]
-    head = tuple(name.rpartition("/")[2] for name in found)
+    head = tuple(name.rpartition("/")[2] for name in columns)
     return Grid.of((*head, what), shown, right=head)
 
 

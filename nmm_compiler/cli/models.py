@@ -120,13 +120,13 @@ def example_inputs(name: str, model: Any, tokens: int) -> dict[str, torch.Tensor
     """
     from nmm_compiler.lowrank_models import meta_copies
 
-    found = meta_copies.example_inputs(model, tokens)
-    if found is None:
+    inputs = meta_copies.example_inputs(model, tokens)
+    if inputs is None:
         raise ModelError(
             f"{name}: {type(model).__name__} takes {model.main_input_name}, of which the config "
             "does not say the size; pass FILE.py:function, which returns (model, dict of inputs)"
         )
-    return found
+    return inputs
 
 
 @contextlib.contextmanager

@@ -238,19 +238,19 @@ def _replace(
     if rank and not weight.is_meta:
         factors = balance(factorize(target, rank, moments, site.name), weight.dtype)
     bias: nn.Parameter | None = site.module.bias
-    made: LowRankLinear | QuantizedLinear
+    replacement: LowRankLinear | QuantizedLinear
     if base is not None and not rank:
-        made, base.bias = base, bias
+        replacement, base.bias = base, bias
     else:
         wants = site.module.weight.requires_grad
         up, down = (factor.requires_grad_(wants) for factor in factors[:2])
-        made = LowRankLinear.from_factors(down, up, bias, base)
+        replacement = LowRankLinear.from_factors(down, up, bias, base)
         if config.factors is not None:
-            round_factors(made, config.factors)
-        stored = made.up.weight.detach(), made.down.weight.detach()
+            round_factors(replacement, config.factors)
+        stored = replacement.up.weight.detach(), replacement.down.weight.detach()
         factors = Factors(*stored, factors.coefficients)
-    put(model, site.names, made.train(site.module.training))
-    held = count_bytes(made) - (0 if bias is None else bias.nbytes)
+    put(model, site.names, replacement.train(site.module.training))
+    held = count_bytes(replacement) - (0 if bias is None else bias.nbytes)
     layer = dataclasses.replace(layer, bytes=held, base=config.base or "")
     if weight.is_meta:
         return layer
@@ -350,10 +350,10 @@ def make_plan(
                 "same, a larger ratio, or the workload= that the model serves"
             )
         ranks = allocate(slow)
-        found = judge.slower(ranks)
-        if not found:
+        slower = judge.slower(ranks)
+        if not slower:
             break
-        slow |= found
+        slow |= slower
     slow |= {site.name: "the model's output does not depend on it: kept dense" for site in unused}
     notes |= {name: (why, False) for name, why in slow.items()}
     shares = prices.shares(ranks)
@@ -420,16 +420,16 @@ def _budgeted(
     def allocate(dense: Mapping[str, str]) -> Ranks:
         left = [shape for group, shape in shapes.items() if members[group][0] not in dense]
         if config.allocation == "uniform":
-            found = allocation.allocate_uniform(left, ratio, align)
+            allotted = allocation.allocate_uniform(left, ratio, align)
         else:
-            found = allocation.allocate_global(
+            allotted = allocation.allocate_global(
                 left,
                 losses,
                 ratio,
                 align,
                 permitted=lambda name, rank: not rank or rank in ranks_of[name],
             )
-        return {name: found.get(group) for group, names in members.items() for name in names}
+        return {name: allotted.get(group) for group, names in members.items() for name in names}
 
     return allocate, notes, align
 

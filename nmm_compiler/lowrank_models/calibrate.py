@@ -56,8 +56,8 @@ class Statistics:
         if gradients:
             reached = {s.name: s.n for s in sites if s.name in self.gradients}
             kinds["gradients"] = (self.gradients, reached or {s.name: s.n for s in sites})
-        for kind, (found, sizes) in kinds.items():
-            right = {n for n, one in found.items() if one.tokens and one.size == sizes.get(n)}
+        for kind, (given, sizes) in kinds.items():
+            right = {n for n, one in given.items() if one.tokens and one.size == sizes.get(n)}
             lacking = [name for name in sizes if name not in right]
             if lacking:
                 raise ModelError(
@@ -188,9 +188,9 @@ def padding_mask(batch: Any) -> Tensor | None:
 def main_output(result: Any) -> tuple[Tensor, bool]:
     """Return (tensor, whether it is logits) of what a model returned."""
     for name, is_logits in (("logits", True), ("last_hidden_state", False)):
-        found = result.get(name) if isinstance(result, Mapping) else getattr(result, name, None)
-        if isinstance(found, Tensor):
-            return found, is_logits
+        output = result.get(name) if isinstance(result, Mapping) else getattr(result, name, None)
+        if isinstance(output, Tensor):
+            return output, is_logits
     first = result[0] if isinstance(result, (tuple, list)) and result else result
     if isinstance(first, Tensor):
         return first, False
@@ -210,8 +210,8 @@ def rows_of(tensor: Tensor, mask: Tensor | None) -> Tensor:
 
 def sensitivity_loss(result: Any, batch: Any, generator: torch.Generator) -> Tensor:
     """Return a scalar whose gradients have the Fisher or Gauss-Newton matrix as second moment."""
-    found, is_logits = main_output(result)
-    rows = rows_of(found, padding_mask(batch)).float()
+    output, is_logits = main_output(result)
+    rows = rows_of(output, padding_mask(batch)).float()
     if not is_logits:
         signs = torch.randint(0, 2, rows.shape, generator=generator).to(rows) * 2 - 1
         return (rows * signs).sum()
@@ -240,9 +240,9 @@ def available_bytes() -> int | None:
     """Return the bytes of memory that processes can still get here; None where that is unknown."""
     limits = []
     try:
-        found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
-        if found:
-            limits.append(int(found[1]) << 10)
+        match = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+        if match:
+            limits.append(int(match[1]) << 10)
         group = Path("/sys/fs/cgroup")
         most, used = ((group / f"memory.{name}").read_text() for name in ("max", "current"))
         if most.strip() != "max":

@@ -108,8 +108,8 @@ class StackedBase(nn.Module):
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Return the weights [experts, n, k] in a dtype."""
-        made: Tensor = torch.ops.nmm.dequantize(self.values, self.scale, self.format, dtype)
-        return made
+        weight: Tensor = torch.ops.nmm.dequantize(self.values, self.scale, self.format, dtype)
+        return weight
 
 
 def is_stacked(module: nn.Module) -> bool:
@@ -218,12 +218,12 @@ def adopt(layer: Any) -> None:
         drawn = torch.randint(len(points), (64, 256), generator=torch.Generator().manual_seed(0))
         sample = points[drawn]
     with contextlib.suppress(RuntimeError, TypeError):  # a gate that has weights of its own
-        made = _gated(layer, sample)
+        adopted = _gated(layer, sample)
         limits, slopes = (
             [float(getattr(layer, key))] if hasattr(layer, key) else []
             for key in ("limit", "alpha")
         )
-        layer.said = chosen.said_of(sample, made, limits, slopes, (1.0,))
+        layer.said = chosen.said_of(sample, adopted, limits, slopes, (1.0,))
 
 
 def _filled(tensor: Tensor, dim: int, step: int) -> Tensor:
@@ -280,30 +280,30 @@ class CompressedExperts(nn.Module):
 def _call(layer: Any, dtype: torch.dtype) -> tuple[dict[str, Any], list[str]]:
     """Return the tensors and layouts of a layer's `nmm.experts`, and the formats of both weights,
     which one call has alike."""
-    made: dict[str, Any] = {"weight_layout": "col", "factor_layout": "col"}
+    arguments: dict[str, Any] = {"weight_layout": "col", "factor_layout": "col"}
     formats = []
     for name, weight in zip(("gate_up", "down"), _projections(layer), strict=True):
-        made |= dict.fromkeys([f"{name}_{end}" for end in ("bias", "scale", "u", "v")])
+        arguments |= dict.fromkeys([f"{name}_{end}" for end in ("bias", "scale", "u", "v")])
         factors, base, dense = _parts(layer, weight)
         if layer.has_bias:
-            made[f"{name}_bias"] = getattr(layer, f"{weight}_bias")
+            arguments[f"{name}_bias"] = getattr(layer, f"{weight}_bias")
         if factors is not None:
-            made[f"{name}_u"] = factors.down
-            made[f"{name}_v" if base is not None or dense is not None else name] = factors.up
+            arguments[f"{name}_u"] = factors.down
+            arguments[f"{name}_v" if base is not None or dense is not None else name] = factors.up
         if base is None and dense is None:
             formats.append(FACTORS)
             continue
         formats.append("" if base is None else base.format)
         if base is None:
-            made[name] = dense.mT if layer.dense_transposed else dense
+            arguments[name] = dense.mT if layer.dense_transposed else dense
         elif base.format not in MULTIPLIED:
-            formats[-1], made[name] = "", base.dequantized(dtype)
+            formats[-1], arguments[name] = "", base.dequantized(dtype)
         elif base.format in MX:
-            made |= {name: base.values, f"{name}_scale": base.scale}
+            arguments |= {name: base.values, f"{name}_scale": base.scale}
         else:
-            made[name] = base.values.view(torch.float8_e4m3fn)
-            made[f"{name}_scale"] = base.scale.squeeze(-1)
-    return made, formats
+            arguments[name] = base.values.view(torch.float8_e4m3fn)
+            arguments[f"{name}_scale"] = base.scale.squeeze(-1)
+    return arguments, formats
 
 
 def _gated(base: Any, y: Tensor) -> Tensor:

@@ -114,8 +114,8 @@ def check_savable(model: Any) -> None:
         return
     for holder in (model.config, getattr(model, "hf_quantizer", None)):
         config = getattr(holder, "quantization_config", None)
-        found = config.get if isinstance(config, dict) else partial(getattr, config)
-        named = found("quant_method", None)
+        read = config.get if isinstance(config, dict) else partial(getattr, config)
+        named = read("quant_method", None)
         method = str(getattr(named, "value", named))
         if named is not None and method != METHOD:
             raise FileError(

@@ -29,18 +29,18 @@ def compressed(model: nn.Module) -> dict[str, tuple[Any, Any]]:
 
     That is (what has the factors, the base), None for what it has not.
     """
-    found: dict[str, tuple[Any, Any]] = {}
+    weights: dict[str, tuple[Any, Any]] = {}
     for name, module in model.named_modules():
         weight = f"{name.rpartition('_')[0]}_proj"
         if isinstance(module, LowRankLinear):
-            found[name] = module, module.base
-        elif isinstance(module, QuantizedLinear) and name.rpartition(".")[0] not in found:
-            found[name] = None, module
+            weights[name] = module, module.base
+        elif isinstance(module, QuantizedLinear) and name.rpartition(".")[0] not in weights:
+            weights[name] = None, module
         elif isinstance(module, experts.StackedFactors):
-            found[weight] = module, found.get(weight, (None, None))[1]
+            weights[weight] = module, weights.get(weight, (None, None))[1]
         elif isinstance(module, experts.StackedBase):
-            found[weight] = found.get(weight, (None, None))[0], module
-    return found
+            weights[weight] = weights.get(weight, (None, None))[0], module
+    return weights
 
 
 def saved_layers(model: nn.Module) -> Saved:
@@ -82,8 +82,8 @@ def prepare(model: nn.Module, saved: Saved) -> tuple[str, ...]:
     """
     with experts.apart(model):
         modules = dict(model.named_modules())
-        found = places(model, saved["ranks"])
-        for saved_name, name in found.items():
+        layers = places(model, saved["ranks"])
+        for saved_name, name in layers.items():
             stack = modules.get(name)
             each = len(stack) if isinstance(stack, nn.ModuleList) else 0
             for place in [f"{name}.{i}" for i in range(each)] or [name]:
@@ -96,4 +96,4 @@ def prepare(model: nn.Module, saved: Saved) -> tuple[str, ...]:
                     )
                 on = {"device": old.weight.device, "dtype": old.weight.dtype}
                 model.set_submodule(place, empty(old, saved_name, saved, LowRankLinear, **on))
-    return tuple(found.values())
+    return tuple(layers.values())

@@ -99,13 +99,13 @@ def places(model: Any, names: Any) -> dict[str, str]:
     have it. Those of a head have no place in a base model."""
     modules = dict(model.named_modules())
     prefix = f"{model.base_model_prefix}."
-    found = {}
+    layers = {}
     for name in names:
         forms = (name, prefix + name, name.removeprefix(prefix))
         path = next((form for form in forms if form in modules), None)
         if path or model.base_model is not model or name.startswith(prefix):
-            found[name] = path or name
-    return found
+            layers[name] = path or name
+    return layers
 
 
 def empty(old: Any, name: str, saved: Any, kind: Any = LowRankLinear, **place: Any) -> nn.Module:

@@ -87,8 +87,8 @@ class QuantizedLinear(stored_form.FewBitLinear):
             wide = weight.detach().float().cpu()
             rows = (wide.T if by_input else wide).numpy()
             dtype = str(weight.dtype).removeprefix("torch.")
-            made = [torch.from_numpy(one) for one in quantize(rows, form, dtype, spread)]
-            values, scale = (one.T if by_input else one for one in made)
+            parts = [torch.from_numpy(one) for one in quantize(rows, form, dtype, spread)]
+            values, scale = (one.T if by_input else one for one in parts)
             linear.values = values.contiguous().to(weight.device)
             linear.scale = scale.contiguous().to(weight.device, linear.scale.dtype)
         return linear
@@ -103,8 +103,8 @@ class QuantizedLinear(stored_form.FewBitLinear):
         """Return the weight [n, k] in a dtype."""
         form = FORMATS[self.format]
         if form.block:
-            made: Tensor = torch.ops.nmm.dequantize(self.values, self.scale, self.format, dtype)
-            return made
+            weight: Tensor = torch.ops.nmm.dequantize(self.values, self.scale, self.format, dtype)
+            return weight
         elements = self.values.view(getattr(torch, form.element_name)).to(self.scale.dtype)
         if self.format == "fp8":
             # nothing is clamped here: it tells graph passes that NKI's float8_e4m3 has the bits
@@ -190,10 +190,10 @@ def sizes_of(module: nn.Module | None) -> tuple[int, ...]:
 
 def distinct_modules(model: nn.Module) -> list[tuple[nn.Module, list[str]]]:
     """Return each module of a model once, with every name that leads to it."""
-    found: dict[int, tuple[nn.Module, list[str]]] = {}
+    modules: dict[int, tuple[nn.Module, list[str]]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        found.setdefault(id(module), (module, []))[1].append(name)
-    return list(found.values())
+        modules.setdefault(id(module), (module, []))[1].append(name)
+    return list(modules.values())
 
 
 def put(model: nn.Module, names: Sequence[str], layer: nn.Module) -> None:

@@ -249,14 +249,14 @@ class Prices:
 
     def timed(self, ranks: Ranks) -> tuple[Timed, ...]:
         """Return what all layers take in each kind of pass, dense and at these ranks."""
-        made = []
+        rows = []
         for i, (name, tokens, weight) in enumerate(self.workload if self.groups else ()):
             dense, low = (
                 math.fsum(self.of(group, chosen, JUDGE)[i] for group in self.groups)
                 for chosen in ({}, ranks)
             )
-            made.append(Timed(name=name, tokens=tokens, weight=weight, dense_us=dense, us=low))
-        return tuple(made)
+            rows.append(Timed(name=name, tokens=tokens, weight=weight, dense_us=dense, us=low))
+        return tuple(rows)
 
     def slower(self, ranks: Ranks) -> dict[str, str]:
         """Return the low-rank layers of calls that are slower than dense, each with the figures."""
@@ -279,12 +279,12 @@ class Prices:
 
         Layers of a call gain alike, so that none of a call that is faster is shown as slower.
         """
-        made: dict[str, tuple[float, float, float]] = {}
+        times: dict[str, tuple[float, float, float]] = {}
         for group in self.groups:
             dense, low = self.group_us(group, {}), self.group_us(group, ranks)
             held = sum(layer.k * layer.n for layer in group.parts)
-            made |= {layer.name: (dense, low, layer.k * layer.n / held) for layer in group.parts}
-        return made
+            times |= {layer.name: (dense, low, layer.k * layer.n / held) for layer in group.parts}
+        return times
 
     def shares(self, ranks: Ranks) -> dict[str, tuple[float, float]]:
         """Return each layer's (dense, low-rank) share of its call."""

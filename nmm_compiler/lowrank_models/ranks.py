@@ -109,8 +109,8 @@ def allocate_uniform(shapes: Sequence[Shape], ratio: float, align: int) -> dict[
                  for r in range(s.largest_rank + 1)]
         for s in each
     }  # fmt: skip
-    found = allocate_global(each, losses, ratio, align, permitted=lambda _, rank: rank is not None)
-    return {s.name: found[alike[s.k, s.n][0].name] for s in shapes}
+    ranks = allocate_global(each, losses, ratio, align, permitted=lambda _, rank: rank is not None)
+    return {s.name: ranks[alike[s.k, s.n][0].name] for s in shapes}
 
 
 def allocate_global(
@@ -187,5 +187,5 @@ def allocate_global(
             left -= more
             picked[name] = choice
         offer(name)
-    found = {name: tables[name][0][choice] for name, choice in picked.items()}
-    return {s.name: found.get(s.name) for s in shapes}
+    chosen = {name: tables[name][0][choice] for name, choice in picked.items()}
+    return {s.name: chosen.get(s.name) for s in shapes}

@@ -224,10 +224,10 @@ class _Run:
 
     def loss(self, batch: Any) -> Tensor:
         """Return how far the output for a batch is from the teacher's, or from labels, a scalar."""
-        found, is_logits = main_output(call(self.model, batch))
+        output, is_logits = main_output(call(self.model, batch))
         mask = padding_mask(batch)
         if self.teacher is None:
-            return _label_loss(found, batch, mask)
+            return _label_loss(output, batch, mask)
         self.objective = "logits" if is_logits else "features"
         target = self._targets.get(id(batch))
         if target is None:  # computed once per batch while there is room
@@ -235,12 +235,12 @@ class _Run:
                 target = main_output(call(self.teacher, batch))[0].detach()
             if sum(t.nbytes for t in (target, *self._targets.values())) <= _CACHE_BYTES:
                 self._targets[id(batch)] = target
-        if found.shape != target.shape:
+        if output.shape != target.shape:
             raise ModelError(
-                f"the model's output is {list(found.shape)} and the teacher's "
+                f"the model's output is {list(output.shape)} and the teacher's "
                 f"{list(target.shape)}; pass the model that was compressed as teacher"
             )
-        rows, wanted = (rows_of(one, mask).float() for one in (found, target))
+        rows, wanted = (rows_of(one, mask).float() for one in (output, target))
         if is_logits:
             chances = rows.log_softmax(-1)
             return nn.functional.kl_div(

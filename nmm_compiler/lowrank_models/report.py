@@ -186,11 +186,11 @@ class CompressionReport(Shown, Record):
         if gains:
             where = f"in these layers ({self.source}) on {self.target}"
             error = ERRORS[self.source]
-            made = headline(gains, where, error=error, quality=quality, remedy=REMEDY)
+            verdict = headline(gains, where, error=error, quality=quality, remedy=REMEDY)
         else:
             unpriced = "no time is predicted for this base or dtype"
-            made = f"{self.priced or unpriced}; {quality}"
-        return made + (f" (the whole model is not predicted: {reason})" if reason else "")
+            verdict = f"{self.priced or unpriced}; {quality}"
+        return verdict + (f" (the whole model is not predicted: {reason})" if reason else "")
 
     def ranks(self) -> dict[str, int]:
         """Return {name: rank} of the low-rank layers: what `compress(rank=...)` takes."""
@@ -214,18 +214,18 @@ class CompressionReport(Shown, Record):
     def parts(self) -> list[Part]:
         """Return the summary, what the calls of the layers take, which layers are slower than
         dense, then the table of layers and of skipped layers."""
-        made: list[Part] = [Line(self.summary(), "headline")]
+        shown: list[Part] = [Line(self.summary(), "headline")]
         if self.source:
-            made.append(Line(self.headline(), "headline"))
+            shown.append(Line(self.headline(), "headline"))
         for one in self.workload:
             near = not_told(one.gain, ERRORS[self.source], "dense")
             where = f"on one physical core of {self.target}, {self.source}"
-            made.append(Line(f"the layers' calls {where}: {near}{one}"))
+            shown.append(Line(f"the layers' calls {where}: {near}{one}"))
         if self.priced:
-            made.append(Line(self.priced, "warning"))
+            shown.append(Line(self.priced, "warning"))
         if self.slower:
             names = ", ".join(layer.name for layer in self.slower)
-            made.append(Line(f"made slower than dense, as asked: {names}", "warning"))
+            shown.append(Line(f"made slower than dense, as asked: {names}", "warning"))
         rows = [
             (
                 layer.name,
@@ -249,7 +249,7 @@ class CompressionReport(Shown, Record):
         kept = [i for i in range(len(head)) if not rows or {row[i] for row in rows} - {"", "-"}]
         told = [[row[i] for i in kept] for row in rows]
         table = Grid.of([head[i] for i in kept], told, right=head[1:-1])
-        return [*made, table, Line(_COLUMNS, "note")]
+        return [*shown, table, Line(_COLUMNS, "note")]
 
 
 def _figure(value: float | None, digits: int = 4) -> str:

@@ -61,9 +61,11 @@ def save_factors(model: nn.Module, path: str | Path) -> Path:
                     f"the factors of {name} are quantized, and this file holds floats; save them "
                     "before quantizing, or a transformers model with nmm_compiler.save"
                 )
-        found = {"down": layer.down.weight, "up": layer.up.weight, "bias": layer.bias}
+        factors = {"down": layer.down.weight, "up": layer.up.weight, "bias": layer.bias}
         tensors |= {
-            f"{name}.{part}": t.detach().contiguous() for part, t in found.items() if t is not None
+            f"{name}.{part}": t.detach().contiguous()
+            for part, t in factors.items()
+            if t is not None
         }
     return outputs.write(path, lambda file: file.write(serialized(tensors, metadata=_FORMAT)))
 

@@ -57,7 +57,7 @@ def load_static_fp8(model: nn.Module, state: Mapping[str, Tensor]) -> tuple[str,
     The other tensors of the checkpoint are not loaded. Raises ModelError for a scale that is not
     one number, or a weight that does not fit its linear.
     """
-    made = []
+    layers = []
     for name, linear in list(model.named_modules()):
         keys = [f"{name}.{part}" for part in _CHECKPOINT]
         if not isinstance(linear, nn.Linear) or not all(key in state for key in keys):
@@ -76,5 +76,5 @@ def load_static_fp8(model: nn.Module, state: Mapping[str, Tensor]) -> tuple[str,
             bias = nn.Parameter(state[f"{name}.bias"].to(bias.dtype), requires_grad=False)
         new = StaticFP8Linear(weight, weight_scale, input_scale, bias).train(linear.training)
         put(model, (name,), new)
-        made.append(name)
-    return tuple(made)
+        layers.append(name)
+    return tuple(layers)

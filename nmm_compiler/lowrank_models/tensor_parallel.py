@@ -131,7 +131,7 @@ def linear_roles(model: nn.Module) -> dict[str, str]:
         (re.compile(r"(^|\.)" + re.escape(one).replace(r"\*", r"\d+") + "$"), role)
         for one, role in plan.items()
     ]
-    found = {}
+    roles = {}
     layers = lowrank_layers(model)
     for name, module in model.named_modules():
         inside = name.rpartition(".")[0] in layers  # a factor
@@ -141,5 +141,5 @@ def linear_roles(model: nn.Module) -> dict[str, str]:
         if role in _HEADS and not re.search(r"\.\d+\.", name):
             role = "head"
         if role in ("colwise", "rowwise", "head"):
-            found[name] = role
-    return found
+            roles[name] = role
+    return roles

@@ -178,7 +178,7 @@ def _arguments(program: ExportedProgram, weights: str) -> list[Argument]:
 
     torch-mlir writes other weights, and constants, as resources.
     """
-    found: list[Argument] = []
+    arguments: list[Argument] = []
     nodes = program.graph.find_nodes(op="placeholder")
     for spec, node in zip(program.graph_signature.input_specs, nodes, strict=True):
         if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and weights == "args":
@@ -189,8 +189,10 @@ def _arguments(program: ExportedProgram, weights: str) -> list[Argument]:
         value, kind = node.meta["val"], "weight" if spec.target else "input"
         if not isinstance(value, Tensor):
             raise ModelError(f"input {node.name!r} is {value!r}; only tensors can be inputs")
-        found.append(Argument(spec.target or node.name, kind, open_shape(value), dtype_of(value)))
-    return found
+        arguments.append(
+            Argument(spec.target or node.name, kind, open_shape(value), dtype_of(value))
+        )
+    return arguments
 
 
 def _body(call: KernelCall, table: Any) -> fx.Graph:

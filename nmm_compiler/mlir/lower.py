@@ -70,11 +70,11 @@ DECOMPOSITIONS = {**get_decomposition_table(), torch.ops.aten.var_mean.correctio
 
 def context() -> Any:
     """Return a fresh MLIR context with the torch, StableHLO and upstream dialects."""
-    made = ir.Context()
-    made.enable_multithreading(False)  # diagnostics reach Python, which has one thread at a time
-    torch_dialect.register_dialect(made)
-    _stablehlo.register_dialect(made)
-    return made
+    new = ir.Context()
+    new.enable_multithreading(False)  # diagnostics reach Python, which has one thread at a time
+    torch_dialect.register_dialect(new)
+    _stablehlo.register_dialect(new)
+    return new
 
 
 class Importer(fx_importer.FxImporter):
@@ -97,11 +97,11 @@ class Importer(fx_importer.FxImporter):
         whole = isinstance(program, ExportedProgram)
         take = self.import_program if whole else self.import_stateless_graph
         try:
-            made = take(program, func_name=name, func_visibility=visibility)
+            module = take(program, func_name=name, func_visibility=visibility)
         except Exception as error:  # the importer raises many types; the error has the reason
             raise ModelError(f"torch-mlir cannot import {name}: {error}") from error
         for attribute in _OF_IMPORT:
-            made.attributes[attribute] = ir.UnitAttr.get(self._c)
+            module.attributes[attribute] = ir.UnitAttr.get(self._c)
 
 
 class _Locations(fx_importer.ContextCache):
@@ -148,14 +148,14 @@ def describe(module: Any, name: str, attributes: Mapping[str, str]) -> None:
 
 def walk(module: Any) -> list[Any]:
     """Return every operation of a module, each before those inside it."""
-    found: list[Any] = []
+    operations: list[Any] = []
 
     def note(operation: Any) -> Any:
-        found.append(operation)
+        operations.append(operation)
         return ir.WalkResult.ADVANCE
 
     module.operation.walk(note, ir.WalkOrder.PRE_ORDER)
-    return found
+    return operations
 
 
 def lower(module: Any, dialect: str) -> None:
@@ -230,10 +230,10 @@ def replace(
     """Put a new operation of the same results in the place of one."""
     types = [result.type for result in operation.results]
     with ir.InsertionPoint(operation), operation.location:
-        made = ir.Operation.create(
+        call = ir.Operation.create(
             name, results=types, operands=list(operands), attributes=attributes
         )
-    for before, after in zip(operation.results, made.results, strict=True):
+    for before, after in zip(operation.results, call.results, strict=True):
         before.replace_all_uses_with(after)
     operation.erase()
 

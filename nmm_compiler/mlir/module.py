@@ -156,13 +156,13 @@ class ExportedKernel(Record):
     def attributes(self) -> dict[str, Any]:
         """Return the module's attributes of the kernel."""
         names = ("op", "family", "operands", "target", "x_layout", "out_layout")
-        found = {name: getattr(self, name) for name in names}
-        found["spec"] = json.dumps(self.spec, sort_keys=True)
+        given = {name: getattr(self, name) for name in names}
+        given["spec"] = json.dumps(self.spec, sort_keys=True)
         if self.sources:
-            found["source"] = _one_or_all([source.file for source in self.sources])
-            found["source_sha256"] = _one_or_all([source.sha256 for source in self.sources])
-            found["source_tokens"] = _one_or_all([source.tokens for source in self.sources])
-        return found
+            given["source"] = _one_or_all([source.file for source in self.sources])
+            given["source_sha256"] = _one_or_all([source.sha256 for source in self.sources])
+            given["source_tokens"] = _one_or_all([source.tokens for source in self.sources])
+        return given
 
 
 def _one_or_all(entries: list[Any]) -> Any:

@@ -46,9 +46,9 @@ def assign_layouts(c: Canonical, matches: list[Match]) -> None:
             with c.faults.guard("absorbing a transpose into", match.node, LAYOUT):
                 _absorb_transpose(c, match)
     for call in calls:
-        for made in call.results() if call.is_whole else ():
-            with c.faults.guard("laying out", made.final, LAYOUT):
-                _decide(c, made, readers.get(made.final, []))
+        for result in call.results() if call.is_whole else ():
+            with c.faults.guard("laying out", result.final, LAYOUT):
+                _decide(c, result, readers.get(result.final, []))
     turned = {one.final for call in calls for one in call.results() if one.out_layout == "col"}
     for call in calls:
         given = call.source.is_col() or owner_of(c.base(call.source.key)[0]) in turned
@@ -58,19 +58,19 @@ def assign_layouts(c: Canonical, matches: list[Match]) -> None:
             raise ValueError(f"{call.final.name} is turned, and changed outside of its kernel")
 
 
-def _decide(c: Canonical, made: Call, readers: list[Call]) -> None:
+def _decide(c: Canonical, result: Call, readers: list[Call]) -> None:
     """Choose the layout of a result that these calls read."""
-    if c.effects.is_written(made.final):
+    if c.effects.is_written(result.final):
         return
-    fitting = [one for one in readers if source_over_raw(c, made, one.source) is not None]
+    fitting = [one for one in readers if source_over_raw(c, result, one.source) is not None]
     covered = {node for reader in fitting for node in reader.covered}
-    only_read_so = bool(fitting) and all(user in covered for _, user in readings(c, made.final))
-    if only_read_so or is_col(made.out_dims, made.n):
-        made.out_layout = "col"
+    only_read_so = bool(fitting) and all(user in covered for _, user in readings(c, result.final))
+    if only_read_so or is_col(result.out_dims, result.n):
+        result.out_layout = "col"
         for reader in fitting:
             reader.turned = True
             for one in (reader, *reader.members):  # each has token axes of its own
-                one.source = source_over_raw(c, made, one.source) or one.source
+                one.source = source_over_raw(c, result, one.source) or one.source
                 one.x_layout = "col"
 
 

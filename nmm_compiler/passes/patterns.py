@@ -168,7 +168,7 @@ def read_patterns(rule: PatternRule, dtype: torch.dtype) -> list[Pattern]:
     """
     free = [name for name in rule.tensors if name not in rule.ranks]
     fixed: dict[str, int] = {}
-    found: list[Pattern] = []
+    readings: list[Pattern] = []
     error: Exception | None = None
     choices = itertools.product(_RANKS, repeat=len(free))
     for choice in sorted(choices, key=sum, reverse=True):
@@ -178,15 +178,15 @@ def read_patterns(rule: PatternRule, dtype: torch.dtype) -> list[Pattern]:
         try:
             pattern = read_pattern(rule, ranks, dtype)
         except Exception as failed:  # ranks that the function does not take are no reading of it
-            if isinstance(failed, BrokenRuleError) and not found:
+            if isinstance(failed, BrokenRuleError) and not readings:
                 raise
             error = error or failed
             continue
         fixed = fixed or {name: ranks[name] for name in _in_products(pattern)}
-        found.append(pattern)
-    if not found:
+        readings.append(pattern)
+    if not readings:
         raise unreadable_pattern(rule.function, f"it runs on no matrices and vectors: {error}")
-    return found
+    return readings
 
 
 def _in_products(pattern: Pattern) -> Iterator[str]:
@@ -277,7 +277,7 @@ def _call(node: Node, form: Opaque) -> Iterator[Spelling]:
 
 
 @dataclass(frozen=True)
-class Found:
+class Site:
     """A part of a pattern in a graph, or the whole.
 
     values: for each base value of the pattern, the graph's base value and `seen`; of a whole
@@ -300,7 +300,7 @@ class Found:
 
 Operand = tuple[Key, Key, Dims, Dims]
 """A value of the pattern and one of the graph, and the same dimensions over the base of each."""
-Way = tuple[list[Operand], Found]
+Way = tuple[list[Operand], Site]
 """Operands that have to agree, and what is found with them."""
 
 
@@ -314,14 +314,14 @@ class Unifier:
         self.pattern, self.p, self.c, self.node = pattern, pattern.c, c, node
         self.nearest = Refusal("pattern", "", node)
 
-    def sites(self) -> Iterator[Found]:
+    def sites(self) -> Iterator[Site]:
         """Yield every way in which the pattern ends at the node."""
         pattern = self.pattern
         for seen in self._readings(self.c.sizes(self.node)):
             out_dims = tuple(seen[axis] for axis in pattern.axes if axis is not None)
-            for found in self._value(pattern.root, self.node, seen, Found({}, {}, frozenset())):
-                values = {name: found.values[holder] for holder, name in pattern.names.items()}
-                yield replace(found, values=values, out_dims=out_dims)
+            for site in self._value(pattern.root, self.node, seen, Site({}, {}, frozenset())):
+                values = {name: site.values[holder] for holder, name in pattern.names.items()}
+                yield replace(site, values=values, out_dims=out_dims)
 
     def _readings(self, shape: tuple[Size, ...]) -> Iterator[Dims]:
         """Yield all readings of axes as those of the pattern's result.
@@ -338,15 +338,15 @@ class Unifier:
             groups = ([atom for (atom, _), at in held if at == axis] for axis in range(rank))
             yield tuple(map(views.coalesce, groups))
 
-    def _value(self, own: Key, theirs: Key, seen: Dims, found: Found) -> Iterator[Found]:
+    def _value(self, own: Key, theirs: Key, seen: Dims, site: Site) -> Iterator[Site]:
         """Compare a base value of the pattern with one of the graph."""
-        known, form, other = found.values.get(own), self.p.forms[own], self.c.forms[theirs]
-        here = replace(found, values={**found.values, own: (theirs, seen)})
+        known, form, other = site.values.get(own), self.p.forms[own], self.c.forms[theirs]
+        here = replace(site, values={**site.values, own: (theirs, seen)})
         if known is not None:
             if known == (theirs, seen):
-                yield found
+                yield site
         elif self.p.dtype(own) != self.c.dtype(theirs):
-            self._differs(found, theirs, self.p.dtype(own), self.c.dtype(theirs))
+            self._differs(site, theirs, self.p.dtype(own), self.c.dtype(theirs))
         elif isinstance(form, Leaf):
             if part_of_one(theirs) is None:
                 yield here
@@ -362,22 +362,20 @@ class Unifier:
             for operands, with_numbers in read(own, theirs, seen, here) if allowed else ():
                 yield from self._operands(operands, with_numbers)
 
-    def _differs(self, found: Found, at: Key, wanted: object, got: object) -> None:
-        if len(found.values) > self.nearest.agreed:
+    def _differs(self, site: Site, at: Key, wanted: object, got: object) -> None:
+        if len(site.values) > self.nearest.agreed:
             why = f"{wanted} is wanted, not {got}"
-            self.nearest = Refusal("pattern", why, at, agreed=len(found.values))
+            self.nearest = Refusal("pattern", why, at, agreed=len(site.values))
 
-    def _operands(self, operands: list[Operand], found: Found) -> Iterator[Found]:
+    def _operands(self, operands: list[Operand], site: Site) -> Iterator[Site]:
         """Compare all operands, one after the other."""
         if not operands:
-            yield found
+            yield site
             return
-        for one in self._placed(*operands[0], found):
+        for one in self._placed(*operands[0], site):
             yield from self._operands(operands[1:], one)
 
-    def _placed(
-        self, own: Key, theirs: Key, mine: Dims, over: Dims, found: Found
-    ) -> Iterator[Found]:
+    def _placed(self, own: Key, theirs: Key, mine: Dims, over: Dims, site: Site) -> Iterator[Site]:
         """Compare the bases of two operands, if the dimensions cover all of the graph's value."""
         base, other = self.p.base(own)[0], self.c.base(theirs)[0]
         shape = self.p.sizes(base)
@@ -394,25 +392,25 @@ class Unifier:
         if views.invert(dims, views.identity(views.shape_of(dims)), sizes) is None:
             return  # other than all of the graph's value, or a repeated one
         if not isinstance(self.p.forms[base], Leaf):  # a parameter leaves its views to the graph
-            found = replace(found, nodes=found.nodes | covered(self.c, theirs, [other]))
-        yield from self._value(base, other, dims, found)
+            site = replace(site, nodes=site.nodes | covered(self.c, theirs, [other]))
+        yield from self._value(base, other, dims, site)
 
-    def _spelled(self, own: Key, theirs: Key, seen: Dims, found: Found) -> Iterator[Way]:
+    def _spelled(self, own: Key, theirs: Key, seen: Dims, site: Site) -> Iterator[Way]:
         """Yield the ways in which two spellings of an operation agree."""
         said = list(spellings(self.p, own))
         for one in spellings(self.c, theirs) if said else ():
             mine = max(said, key=lambda two: len(two.nodes))
             if (mine.name, mine.arguments) != (one.name, one.arguments):
-                self._differs(found, theirs, mine, one)
+                self._differs(site, theirs, mine, one)
                 continue
-            numbers = self.pattern.numbers(mine.numbers, one.numbers, found.numbers)
+            numbers = self.pattern.numbers(mine.numbers, one.numbers, site.numbers)
             if numbers is None:
-                self._differs(found, theirs, [*mine.numbers], [*one.numbers])
+                self._differs(site, theirs, [*mine.numbers], [*one.numbers])
                 continue
             operands = self._read_operands(mine, one, own, theirs, seen)
             if operands is not None:
-                nodes = found.nodes | one.nodes
-                yield operands, replace(found, numbers=numbers, nodes=nodes)
+                nodes = site.nodes | one.nodes
+                yield operands, replace(site, numbers=numbers, nodes=nodes)
 
     def _read_operands(
         self, mine: Spelling, its: Spelling, own: Key, theirs: Key, seen: Dims
@@ -435,7 +433,7 @@ class Unifier:
             moved.append((a, b, wide, at))
         return moved
 
-    def _products(self, own: Key, theirs: Key, seen: Dims, found: Found) -> Iterator[Way]:
+    def _products(self, own: Key, theirs: Key, seen: Dims, site: Site) -> Iterator[Way]:
         """Yield the ways in which the labels of two products agree."""
         form: Any = self.p.forms[own]
         there: Any = self.c.forms[theirs]
@@ -450,7 +448,7 @@ class Unifier:
                 operands = [self._over(one, its, paired) for one, its in both]
                 whole = [operand for operand in operands if operand is not None]
                 if len(whole) == len(operands):
-                    yield whole, found
+                    yield whole, site
 
     def _over(self, mine: Side, its: Side, paired: Mapping[int, tuple[int, ...]]) -> Operand | None:
         """Return an operand of a product, with the graph's labels of each of the pattern's."""
@@ -523,7 +521,7 @@ class PatternRule(Rule):
             nearest = max(nearest, unifier.nearest, key=lambda one: one.agreed)
         return refusal or nearest
 
-    def _refused(self, graph: Canonical, node: Node, site: Found) -> Refusal | None:
+    def _refused(self, graph: Canonical, node: Node, site: Site) -> Refusal | None:
         """Return why a place may not be replaced."""
         for name in self.constants:
             key = site.values[name][0]
@@ -541,19 +539,19 @@ class PatternRule(Rule):
 
     def rewrite(self, graph: Canonical, match: Match, editor: Editor) -> Node:
         """Emit the replacement's graph on the tensors of the site."""
-        site: Found = match.data
+        site: Site = match.data
         given: dict[str, Node] = {}
         for name, (key, dims) in site.values.items():
             node = editor.node(key)
             given[name] = editor.arrange(node, views.identity(editor.shape(node)), dims)
-        made = _inline(editor, self.replacement, given, site.numbers)
+        result = _inline(editor, self.replacement, given, site.numbers)
         want = graph.whole(match.node)
-        if editor.shape(made) != views.shape_of(site.out_dims):
+        if editor.shape(result) != views.shape_of(site.out_dims):
             raise ValueError(
-                f"the replacement returns {list(editor.shape(made))} where the pattern returns "
+                f"the replacement returns {list(editor.shape(result))} where the pattern returns "
                 f"{list(views.shape_of(site.out_dims))}"
             )
-        return editor.like(editor.arrange(made, site.out_dims, want), match.node)
+        return editor.like(editor.arrange(result, site.out_dims, want), match.node)
 
 
 def rule(
@@ -628,14 +626,14 @@ def _inline(
             for v in values
         ]
         module = make_fx(call, tracing_mode="real", pre_dispatch=True)(*fakes)
-    made = dict(zip(module.graph.find_nodes(op="placeholder"), given.values(), strict=True))
+    nodes = dict(zip(module.graph.find_nodes(op="placeholder"), given.values(), strict=True))
     for node in module.graph.nodes:
         if node.op == "get_attr":
             raise TypeError("the replacement holds a tensor of its own; pass it as a parameter")
         if node.op == "call_function":
-            args, kwargs = map_arg((node.args, node.kwargs), made.__getitem__)
-            made[node] = editor.call(node.target, *args, **kwargs)
+            args, kwargs = map_arg((node.args, node.kwargs), nodes.__getitem__)
+            nodes[node] = editor.call(node.target, *args, **kwargs)
     (result,) = module.graph.output_node().args
     if not isinstance(result, Node):
         raise TypeError(f"the replacement returns {result!r}; return one tensor")
-    return made[result]
+    return nodes[result]

@@ -135,19 +135,19 @@ class Attempt:
         """
         c = self.c
         for candidate in rule.pattern(c, node):
-            found = _checked(rule, rule.check(c, candidate))
-            if isinstance(found, Match) and not self.run.faults.is_left(rule.name, found.name):
-                moved = moving(c, found.nodes)
+            answer = _checked(rule, rule.check(c, candidate))
+            if isinstance(answer, Match) and not self.run.faults.is_left(rule.name, answer.name):
+                moved = moving(c, answer.nodes)
                 if moved.isdisjoint(taken):
                     taken |= moved
-                    self.matches.append(found)
+                    self.matches.append(answer)
                     return
-            elif isinstance(found, Refusal) and found.agreed:
-                near = (found.agreed, f"at {found.node.name} {found.reason}")
+            elif isinstance(answer, Refusal) and answer.agreed:
+                near = (answer.agreed, f"at {answer.node.name} {answer.reason}")
                 self.result.nearest[rule.name] = max(self.result.nearest[rule.name], near)
-            elif isinstance(found, Refusal) and found.reason:
-                why = Declined.of(rule.name, found, node, self.run.faults.graph)
-                declined.append((why, found.report_even_if_superseded))
+            elif isinstance(answer, Refusal) and answer.reason:
+                why = Declined.of(rule.name, answer, node, self.run.faults.graph)
+                declined.append((why, answer.report_even_if_superseded))
 
     def combine(self) -> None:
         """Let rules join matches into groups, and add the findings to the report."""
@@ -220,8 +220,8 @@ class Attempt:
             match.emitted = tuple((old.name, editor.replaced[old].name) for old in finals)
             match.added = tuple(node.name for node in editor.added[before:])
             if results:
-                made = dict.fromkeys(one.out_layout for one in results)
-                match.info |= {"x_layout": call.x_layout, "out_layout": ",".join(made)}
+                layouts = dict.fromkeys(one.out_layout for one in results)
+                match.info |= {"x_layout": call.x_layout, "out_layout": ",".join(layouts)}
             return
         except NotEmittedError as error:
             (why,) = error.args
@@ -256,13 +256,13 @@ def _combined(rule: Rule, given: list[Match], joined: Any) -> list[Match | Refus
     return list(joined)
 
 
-def _checked(rule: Rule, found: Any, method: str = "check") -> Match | Refusal | None:
+def _checked(rule: Rule, answer: Any, method: str = "check") -> Match | Refusal | None:
     """Return the result of a rule's check; raise TypeError for a wrong type."""
-    if isinstance(found, Match) and found.rule != rule.name:
-        raise TypeError(f"{method} returned a match of rule {found.rule!r}; pass rule=self.name")
-    if found is not None and not isinstance(found, (Match, Refusal)):
-        raise TypeError(f"check returned {found!r}; return a Match, a Refusal, or None for no")
-    return found
+    if isinstance(answer, Match) and answer.rule != rule.name:
+        raise TypeError(f"{method} returned a match of rule {answer.rule!r}; pass rule=self.name")
+    if answer is not None and not isinstance(answer, (Match, Refusal)):
+        raise TypeError(f"check returned {answer!r}; return a Match, a Refusal, or None for no")
+    return answer
 
 
 def matches_are_apart(attempt: Attempt) -> None:
@@ -293,14 +293,14 @@ def _new_folder(path: str) -> Path | None:
 
 def _dump(folder: Path, step: str, attempt: Attempt) -> None:
     """Write `<number>_<step>.py`: what was found as comments, then the code of the graph."""
-    found = [str(match) for match in attempt.matches]
+    entries = [str(match) for match in attempt.matches]
     if step == "read":
-        found += [f"{key.name}: {form}" for key, form in attempt.c.forms.items()]
+        entries += [f"{key.name}: {form}" for key, form in attempt.c.forms.items()]
     calls = [match.data for match in attempt.matches if isinstance(match.data, Call)]
     results = (one for call in calls for one in call.results())
-    found += [f"{one.final.name}: {one.out_layout}" for one in results]
-    found += [f"declined: {one}" for one in attempt.result.declined]
-    lines = [f"# {line}" for line in "\n".join([f"after {step}", *found]).splitlines()]
+    entries += [f"{one.final.name}: {one.out_layout}" for one in results]
+    entries += [f"declined: {one}" for one in attempt.result.declined]
+    lines = [f"# {line}" for line in "\n".join([f"after {step}", *entries]).splitlines()]
     code = attempt.module.graph.python_code("self").src.strip()
     file = folder / f"{len(list(folder.iterdir())):02d}_{step}.py"
     file.write_text("\n".join([*lines, "", code, ""]), encoding="utf-8")
@@ -412,8 +412,10 @@ def rewrite(
         VerificationError: the results differ.
     """
     module, inputs = to_graph(model_or_graph, example_inputs)
-    made = Options.make(options)
-    return run(module, inputs, dataclasses.replace(made, verify=verify or made.verify), rules)
+    settings = Options.make(options)
+    return run(
+        module, inputs, dataclasses.replace(settings, verify=verify or settings.verify), rules
+    )
 
 
 def explain(
@@ -441,15 +443,15 @@ def explain(
     Raises:
         ModelError, BrokenRuleError, UnknownNameError: as `rewrite`.
     """
-    made = Options.make(options)
+    settings = Options.make(options)
     is_graph = isinstance(model_or_graph, (fx.GraphModule, torch.export.ExportedProgram))
     if is_graph or not callable(model_or_graph):
-        return rewrite(model_or_graph, example_inputs, options=made, rules=rules)
+        return rewrite(model_or_graph, example_inputs, options=settings, rules=rules)
     graphs = all_graphs(model_or_graph, *arguments(example_inputs))
-    results = [run(module, inputs, made, rules) for module, inputs in graphs]
+    results = [run(module, inputs, settings, rules) for module, inputs in graphs]
     if len(results) == 1:
         return results[0]
-    whole = RewriteResult(None, [], [], target=made.target, results=results)
+    whole = RewriteResult(None, [], [], target=settings.target, results=results)
     for result in results:
         whole.add(result)
     return whole
@@ -498,16 +500,16 @@ def copy_graph(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx
     graph = fx.Graph(tracer_cls=getattr(module.graph, "_tracer_cls", None))
     new: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
-        new[node] = made = graph.create_node(
+        new[node] = twin = graph.create_node(
             node.op, node.target, name=node.name, type_expr=node.type
         )
         # Set afterwards, since `create_node` searches all arguments for a reason to warn.
-        made.args = fx.map_arg(node.args, new.__getitem__)
+        twin.args = fx.map_arg(node.args, new.__getitem__)
         if node.kwargs:
-            made.kwargs = fx.map_arg(node.kwargs, new.__getitem__)
+            twin.kwargs = fx.map_arg(node.kwargs, new.__getitem__)
         if hasattr(node, "_dynamo_source"):
-            made._dynamo_source = node._dynamo_source
-        made.meta.update(node.meta)
+            twin._dynamo_source = node._dynamo_source
+        twin.meta.update(node.meta)
     graph._codegen = module.graph._codegen
     # Setting a module's graph compiles its code, which the passes do once at their end. So the
     # module is made without a call of its class, and then gets what the given one holds.
@@ -563,17 +565,17 @@ class _Run:
         whole = False
         while not whole:
             module, new = copy_graph(original)
-            found = RewriteResult(module, [], [])
+            result = RewriteResult(module, [], [])
             for name, child in children.items():
                 setattr(module, name, child)
             if values is None:
                 break
             own = {new[node]: value for node, value in values.items()}
-            attempt, values = Attempt(module, own, self, stored, example_inputs, found), None
+            attempt, values = Attempt(module, own, self, stored, example_inputs, result), None
             with self.faults.guard("rewriting the graph that ends at", last):
                 whole = all(apply(attempt, rules, folder) for rules in self.segments)
                 values = read if len(self.faults.found) <= _MOST_FAULTS else None
-        self.result.add(found)
+        self.result.add(result)
         module.recompile()
         self.done[id(original)] = module
         return module
@@ -593,7 +595,7 @@ def _children(
     if not bodies:
         return {}
     outer = read_graph(module, values, stored)
-    found: dict[str, Any] = {}
+    children: dict[str, Any] = {}
     left: set[str] = set()
     for node in module.graph.nodes:
         graphs = [n for n in node.all_input_nodes if n.op == "get_attr" and n.target in bodies]
@@ -604,7 +606,7 @@ def _children(
             given = flat[len(flat) - len(holders) :] if len(holders) <= len(flat) else None
             kinds = {h: a in outer.constant for h, a in zip(holders, given or (), strict=False)}
             inputs = None if given is None else [values.get(a) for a in given]
-            found.setdefault(name, (bodies[name], inputs, kinds))
+            children.setdefault(name, (bodies[name], inputs, kinds))
             if node in outer.effects.transformed:
                 left.add(name)
-    return {name: child for name, child in found.items() if name not in left}
+    return {name: child for name, child in children.items() if name not in left}

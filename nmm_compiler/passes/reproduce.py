@@ -112,12 +112,12 @@ def reproducer(
               if n.op == "call_module"}  # fmt: skip
     for copy in called:
         copy.target = copy.name  # a path, "layers.0.up", cannot be written down as one module
-    made = fx.GraphModule({copy.name: one for copy, one in called.items()}, piece)
+    program = fx.GraphModule({copy.name: one for copy, one in called.items()}, piece)
     where = f" in {match.module}" if match.module else ""
     title = f"{match}{where}, alone, with random numbers. It ends with 1 where nothing is found."
     training = any(one.training for one in called.values())
     ending = _OF_A_MATCH.format(training=training, target=target, rule=match.rule)
-    return _program(title, made, (values[node] for node in read), ending)
+    return _program(title, program, (values[node] for node in read), ending)
 
 
 def literal(value: Any) -> str:

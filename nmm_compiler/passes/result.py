@@ -65,9 +65,9 @@ class Opportunity(Record):
     saved_bytes: int
 
 
-def could_bring(found: Iterable[Any], target: str) -> str:
+def could_bring(chains: Iterable[Any], target: str) -> str:
     """Return the sentence for `Opportunity`s of a graph; "" where there are none to price."""
-    ways_of_each = (_ways_at_a_rank(one, target) for one in found)
+    ways_of_each = (_ways_at_a_rank(one, target) for one in chains)
     said = _sentence(
         [times for times in ways_of_each if times is not None],
         "in the products that could be low-rank (at 80 % of their parameters)",
@@ -124,7 +124,7 @@ def _looked_up(weight: fx.Node) -> bool:
 
 def opportunities(c: Canonical, covered: set[fx.Node]) -> list[Opportunity]:
     """Return the dense products with a constant 2-D weight that factors would make smaller."""
-    found: list[Opportunity] = []
+    places: list[Opportunity] = []
     left = (node for node in c.graph.nodes if node not in covered)
     for key, form in (product for node in left for product in products_at(c, node)):
         rhs = c.is_constant(form.rhs)
@@ -142,8 +142,8 @@ def opportunities(c: Canonical, covered: set[fx.Node]) -> list[Opportunity]:
         saved_bytes = (k * n - r * (k + n)) * (2 if dtype is None else dtype.itemsize)
         name, module = owner_of(key).name, module_path(owner_of(key))
         static = m if isinstance(m, int) else None
-        found.append(Opportunity(name, module, static, k, n, r, dtype_name(dtype), saved_bytes))
-    return found
+        places.append(Opportunity(name, module, static, k, n, r, dtype_name(dtype), saved_bytes))
+    return places
 
 
 _MOST_NODES = 40
@@ -311,9 +311,9 @@ class RewriteResult(Shown):
         """
         if not self.matches:
             raise ModelError(f"there is no match to reproduce: {self.summary()}")
-        found = match or self.matches[0]
-        (own,) = (r for r in self.results or [self] if any(found is one for one in r.matches))
-        return reproducer(own.original, found, inputs, target)
+        chosen = match or self.matches[0]
+        (own,) = (r for r in self.results or [self] if any(chosen is one for one in r.matches))
+        return reproducer(own.original, chosen, inputs, target)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON data."""
@@ -433,13 +433,13 @@ def _prices(matches: list[Match]) -> list[str]:
 
 def slower_than_dense(match: Match) -> str:
     """Return the note on a match that dense weights are predicted to beat; "" for any other."""
-    found = match.info.get("predicted")
-    if found is None or found["dense"] is None or found["dense"] >= found["fused"]:
+    predicted = match.info.get("predicted")
+    if predicted is None or predicted["dense"] is None or predicted["dense"] >= predicted["fused"]:
         return ""
     what = str(match).replace(f" at {match.name}", "")
-    near = not_told(found["dense"] / found["fused"], found["error"], "dense")
+    near = not_told(predicted["dense"] / predicted["fused"], predicted["error"], "dense")
     return (
-        f"{near}{what}: dense weights are predicted to take less ({found['source']}); use a "
+        f"{near}{what}: dense weights are predicted to take less ({predicted['source']}); use a "
         "smaller rank or keep the layer dense"
     )
 
@@ -452,21 +452,21 @@ def declined_parts(declined: Sequence[Declined]) -> list[Part]:
         reason = re.sub(r"(?<=\.)\d+(?=\.)", "*", re.sub(r"(\w)_\d+\b", r"\1", one.reason))
         groups.setdefault((one.rule, reason, one.remedy), []).append(one)
     lines = []
-    for (rule, _, remedy), found in groups.items():
-        count = f"{len(found)} x " if len(found) > 1 else ""
-        modules = places_of(one.module for one in found if one.module)
-        where = f"at {places_of(one.at for one in found)}" + (f" in {modules}" if modules else "")
-        where += f" ({found[0].source})" if found[0].source else ""
+    for (rule, _, remedy), alike in groups.items():
+        count = f"{len(alike)} x " if len(alike) > 1 else ""
+        modules = places_of(one.module for one in alike if one.module)
+        where = f"at {places_of(one.at for one in alike)}" + (f" in {modules}" if modules else "")
+        where += f" ({alike[0].source})" if alike[0].source else ""
         lines += [
-            Line(f"{count}{rule}: {found[0].reason}", indent=2, hang=2),
+            Line(f"{count}{rule}: {alike[0].reason}", indent=2, hang=2),
             Line(where, indent=6, hang=3),
             Line(f"would help: {remedy}", indent=6, hang=3),
         ]
     return [Section("left alone", tuple(lines))] if lines else []
 
 
-def _opportunities(found: list[Opportunity], target: str) -> list[Part]:
-    groups = grouped(((o.k, o.n, o.r, o.saved_bytes), o.module or o.node) for o in found)
+def _opportunities(places: list[Opportunity], target: str) -> list[Part]:
+    groups = grouped(((o.k, o.n, o.r, o.saved_bytes), o.module or o.node) for o in places)
     if not groups:
         return []
     rows = [
@@ -474,9 +474,9 @@ def _opportunities(found: list[Opportunity], target: str) -> list[Part]:
         for (k, n, r, saved), at in groups.items()
     ]
     head = ("dense", "k", "n", "rank", "MiB saved", "could be factorized")
-    total = sum(o.saved_bytes for o in found) / 2**20
+    total = sum(o.saved_bytes for o in places) / 2**20
     kept = f"keeping 80 % of these weights' parameters saves {total:.2f} MiB per pass"
-    said = could_bring(found, target)
+    said = could_bring(places, target)
     return [
         Grid.of(head, rows),
         Line(kept),

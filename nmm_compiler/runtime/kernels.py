@@ -106,12 +106,12 @@ class Kernels:
                 self.found[key] = build_kernel(spec, target, options=options)
             except Exception as error:  # kept: a failing search is not repeated
                 self.found[key] = error
-        found = self.found[key]
-        if not isinstance(found, Exception):
-            return found
-        if options.strict or isinstance(found, CacheMissError):
-            raise found
-        raise NoKernelError(f"{spec} on {target}", f"{type(found).__name__}: {found}") from found
+        kernel = self.found[key]
+        if not isinstance(kernel, Exception):
+            return kernel
+        if options.strict or isinstance(kernel, CacheMissError):
+            raise kernel
+        raise NoKernelError(f"{spec} on {target}", f"{type(kernel).__name__}: {kernel}") from kernel
 
     def get_or_warn(self, spec: Any, target: str, options: Options) -> Any | None:
         """Return the kernel, or None with one warning where `get` raises NoKernelError."""

@@ -58,11 +58,11 @@ class NeuronProbe(Record):
         shown = [
             (name, getattr(self, name.replace("-", "_")) or "not installed") for name in PACKAGES
         ]
-        found = f"{self.devices}" + (f" ({self.instance})" if self.instance else "")
+        devices = f"{self.devices}" + (f" ({self.instance})" if self.instance else "")
         cores = [("logical core", f"{self.logical_cores} physical")] if self.logical_cores else []
         return [
             *shown,
-            ("Neuron devices", found),
+            ("Neuron devices", devices),
             *cores,
             ("Neuron path", self.path),
             ("NKI dialect", _DIALECTS[self.dialect]),
@@ -103,7 +103,7 @@ def probe() -> NeuronProbe:
         else:
             problem = _cores_problem(target, 1)
     return NeuronProbe(
-        **{name.replace("-", "_"): found for name, found in versions.items()},
+        **{name.replace("-", "_"): number for name, number in versions.items()},
         devices=devices,
         instance=instance,
         target=target.name if target else None,
@@ -133,8 +133,10 @@ def beta_1_problem() -> str | None:
     """Return why no kernel of NKI Beta 1 can run here, and the way out."""
     if beta_1_version() is not None:
         return None
-    found = version("neuronx-cc")
-    without = f"neuronx-cc {found} has no neuronxcc.nki" if found else "neuronx-cc is not installed"
+    release = version("neuronx-cc")
+    without = (
+        f"neuronx-cc {release} has no neuronxcc.nki" if release else "neuronx-cc is not installed"
+    )
     return (
         f"{without}, and the kernel is in dialect 'neuronxcc' (NKI Beta 1, Neuron SDK 2.27 and "
         f"older); pass options={{'dialect': 'nki'}}, or run: {INSTALL_BETA_1}"
@@ -169,9 +171,9 @@ def device_target(instance: str | None) -> Target | None:
 
 def logical_cores(target: Target | None) -> int:
     """Return how many physical cores the runtime takes as one: as set, else the default."""
-    found = logical_core_setting()
-    if found is not None:
-        return found
+    cores = logical_core_setting()
+    if cores is not None:
+        return cores
     return target.physical_cores_per_logical_core if target else 1
 
 
@@ -199,12 +201,12 @@ def check_launch(kernel_target: str, cores: int) -> None:
 
 
 def _cores_problem(target: Target | None, cores: int) -> str | None:
-    found = logical_cores(target)
-    if found == cores:
+    set_to = logical_cores(target)
+    if set_to == cores:
         return None
     why = "is set" if logical_core_setting() is not None else f"is the default of {target}"
     return (
         f"kernels are written for {cores} physical core{'s' if cores > 1 else ''} and the runtime "
-        f"takes {found} as one (NEURON_LOGICAL_NC_CONFIG={found} {why}); before the process "
-        f"starts, run: export NEURON_LOGICAL_NC_CONFIG={cores}, or pass options={{'lnc': {found}}}"
+        f"takes {set_to} as one (NEURON_LOGICAL_NC_CONFIG={set_to} {why}); before the process "
+        f"starts, run: export NEURON_LOGICAL_NC_CONFIG={cores}, or pass options={{'lnc': {set_to}}}"
     )

@@ -79,8 +79,8 @@ def load(kernel: Any) -> Any:
     """
     path = Path(kernel.path)
     with _lock:
-        found = _loaded.get(_identity(kernel))
-        if found is None:
+        loaded = _loaded.get(_identity(kernel))
+        if loaded is None:
             if kernel.dialect == "neuronxcc":
                 _imported("neuronxcc.nki", machine.beta_1_problem())
             else:
@@ -94,8 +94,8 @@ def load(kernel: Any) -> Any:
             module = types.ModuleType(f"nmm_kernel_{kernel.name}")
             module.__file__ = str(path)
             run_source(kernel.source, str(path), module.__dict__)
-            found = _loaded[_identity(kernel)] = getattr(module, kernel.name)
-    return found
+            loaded = _loaded[_identity(kernel)] = getattr(module, kernel.name)
+    return loaded
 
 
 def _identity(kernel: Any) -> tuple[str, str]:

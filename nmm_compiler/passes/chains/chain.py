@@ -187,8 +187,8 @@ def _step_over(c: Canonical, kind: str, factor: Key, target: Key, number: float)
     """Return the step of a constant over the dimensions of `target` along which it varies; None for
     no constant, and for a bias that does not vary. A gain that an index chooses is a vector."""
     shape, own = c.shape(target), c.shape(factor)
-    made = c.base(factor)[0]
-    gain = kind == "vector" and gathered(made) is not None and len(c.sizes(made)) == 1
+    base = c.base(factor)[0]
+    gain = kind == "vector" and gathered(base) is not None and len(c.sizes(base)) == 1
     if shape is None or own is None or not (c.is_weight(factor) or gain):
         return None
     spread = views.expand(views.identity(own), shape)
@@ -268,13 +268,13 @@ def trace_on(c: Canonical, walk: Walk) -> Trace:
         form = c.forms[walk.key]
         if isinstance(form, Product) and narrowed is None:
             return walk, form
-        found = affine(c, walk.key, form)
+        behind = affine(c, walk.key, form)
         if isinstance(form, Cast):
             change = (c.dtype(walk.key), c.dtype(form.value))
             if change in _WIDER or change[::-1] in _WIDER:
                 narrowed = None if change in _WIDER else walk
-                found = form.value, []
-        inner = None if found is None else walk.to(c, *found)
+                behind = form.value, []
+        inner = None if behind is None else walk.to(c, *behind)
         if inner is None:
             walk = narrowed or walk
             return walk, _blocked(c, c.forms[walk.key], walk.key)
@@ -439,15 +439,15 @@ def read_chain(c: Canonical, key: Key, form: Product, also: str = "") -> Chain |
         if isinstance(inner, Refusal):
             refusal = _worth_telling(c, walk, second, inner) or refusal
             continue
-        made = any(c.is_weight(key) or owner_of(key) in c.derived for key in operands(inner))
-        if not (also or made):  # as in attention
+        has_weight = any(c.is_weight(key) or owner_of(key) in c.derived for key in operands(inner))
+        if not (also or has_weight):  # as in attention
             mixed = Refusal("shape", "a product of two activations between the products", walk.key)
             refusal = _worth_telling(c, walk, second, mixed) or refusal
             continue
-        found = join_stages(c, second, walk, inner, computed=bool(also))
-        if isinstance(found, Chain):
-            return found if _may_be_factor(c, found.u.key, also) else refusal
-        refusal = found
+        chain = join_stages(c, second, walk, inner, computed=bool(also))
+        if isinstance(chain, Chain):
+            return chain if _may_be_factor(c, chain.u.key, also) else refusal
+        refusal = chain
     return refusal if refusal is not None or also else _given(c, key, form)
 
 
@@ -466,8 +466,10 @@ def _not_constant(c: Canonical, inner: Product | Refusal, weight: Key, data: Key
         if c.derived.get(owner):
             return Refusal("order", "factors are multiplied into a weight at each call", key)
         parts = (form.value, form.factor) if isinstance(form, Scale) else ()
-        made = owner in c.derived or any(not isinstance(v, float) and c.is_weight(v) for v in parts)
-        if made and key is weight and isinstance(inner, Product):
+        computed = owner in c.derived or any(
+            not isinstance(v, float) and c.is_weight(v) for v in parts
+        )
+        if computed and key is weight and isinstance(inner, Product):
             return Refusal("weight", "the weight is computed in the graph", key)
     return None  # a product of two activations, as in attention, is no chain
 
@@ -505,10 +507,10 @@ def _worth_telling(c: Canonical, walk: Walk, second: Stage, why: Refusal) -> Ref
 
 def _behind(c: Canonical, key: Key) -> list[Key]:
     """Return the activations that a step computes from, through getitems of several results."""
-    found = operands(c.forms[key])
-    parts = [k for k in found if isinstance(k, fx.Node) and k in c.views and c.shape(k) is None]
-    found += [source for part in parts for source in part.all_input_nodes]  # split, chunk
-    return [k for k in found if k in c.views and c.shape(k) is not None and not c.is_weight(k)]
+    keys = operands(c.forms[key])
+    parts = [k for k in keys if isinstance(k, fx.Node) and k in c.views and c.shape(k) is None]
+    keys += [source for part in parts for source in part.all_input_nodes]  # split, chunk
+    return [k for k in keys if k in c.views and c.shape(k) is not None and not c.is_weight(k)]
 
 
 def is_low(c: Canonical, form: Product, second: Stage) -> bool:
@@ -608,17 +610,17 @@ def read_with_function(
     walk, first = trace_on(c, inside)
     if not isinstance(first, Product) or not is_low(c, first, second):
         return None
-    found = join_stages(c, second, walk, first)
-    if isinstance(found, Refusal):
-        return found
+    chain = join_stages(c, second, walk, first)
+    if isinstance(chain, Refusal):
+        return chain
     if isinstance(function, DeviceSum):
-        return None if walk.steps else _over_devices(c, found)
-    biases = tuple(step for step in found.middle if step.kind == "bias")
-    scaled = [s for s in found.middle if s.kind != "bias" and (s.key or s.number != 1.0)]
+        return None if walk.steps else _over_devices(c, chain)
+    biases = tuple(step for step in chain.middle if step.kind == "bias")
+    scaled = [s for s in chain.middle if s.kind != "bias" and (s.key or s.number != 1.0)]
     if scaled or (isinstance(function, Norm) and biases):
         why = "a factor, or a bias before a norm, stands between the products"
         return Refusal("between", why, walk.key)
-    return replace(found, middle=biases, inner=function)
+    return replace(chain, middle=biases, inner=function)
 
 
 def _has_kernel(function: Activation | Norm | DeviceSum) -> bool:
@@ -718,8 +720,8 @@ def over_base(c: Canonical, stage: Stage, dims: Dims) -> Dims | None:
     """Express the features that a stage contracts, and dims over its tokens, by the axes of the
     value that x is a view of."""
     features, tokens = axes_over(stage, c.base(stage.x)[1])
-    found = views.compose(dims, tokens)
-    return None if found is None else tuple(map(views.coalesce, (features, *found)))
+    moved = views.compose(dims, tokens)
+    return None if moved is None else tuple(map(views.coalesce, (features, *moved)))
 
 
 def axes_over(stage: Stage, dims: Dims) -> tuple[Dim, dict[int, Dim]]:

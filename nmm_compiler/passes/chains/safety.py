@@ -144,8 +144,8 @@ def refuse(
         )
     # Steps compute in float32 inside of a kernel, and it casts what it reads; products, which
     # read and round what they read, have to compute in its dtype.
-    made = [key for n in nodes for key in (*c.virtuals.get(n, ()), n)]
-    for key in [key for key in made if isinstance(c.forms.get(key), Product)] + keys:
+    values = [key for n in nodes for key in (*c.virtuals.get(n, ()), n)]
+    for key in [key for key in values if isinstance(c.forms.get(key), Product)] + keys:
         dtype = c.dtype(key)
         if dtype not in (DTYPES if key in keys else (wanted,)):
             names = f"{dtype_name(dtype)} and {dtype_name(wanted)}"

@@ -62,12 +62,12 @@ _OF_BASES = {
 def emit_linear(editor: Editor, chain: Chain) -> dict[str, Any]:
     """Emit the operands of a chain; return them by the letters that ops have for them."""
     parts = (chain, *chain.more)
-    made = join(editor, parts, [fold_chain(editor, one) for one in parts])
-    made |= {f"{letter}_scale": one.scale_node(editor) for letter, one in chain.bits.items()}
-    if {"u_scale", "w_scale"} <= made.keys():
-        scales = made["u_scale"], made["v_scale"]
-        made["branch_scale"] = editor.call(aten.mul.Tensor, *scales)
-    return made
+    operands = join(editor, parts, [fold_chain(editor, one) for one in parts])
+    operands |= {f"{letter}_scale": one.scale_node(editor) for letter, one in chain.bits.items()}
+    if {"u_scale", "w_scale"} <= operands.keys():
+        scales = operands["u_scale"], operands["v_scale"]
+        operands["branch_scale"] = editor.call(aten.mul.Tensor, *scales)
+    return operands
 
 
 def fold_chain(editor: Editor, chain: Chain) -> dict[str, Any]:
@@ -76,33 +76,33 @@ def fold_chain(editor: Editor, chain: Chain) -> dict[str, Any]:
     Return its weights by their letters, in the layouts of the chain, and scale and bias of scale *
     (x u) v + bias; with inner_bias and inner_gain of a function between the products.
     """
-    made: dict[str, Any] = {one: weight_node(editor, chain, one) for one in chain.letters}
-    plain_v: Any = made.get("v")  # by which the inner bias is multiplied: no scales are in it yet
-    made |= {"scale": 1.0, "bias": None, "inner_bias": None, "inner_gain": None}
+    operands: dict[str, Any] = {one: weight_node(editor, chain, one) for one in chain.letters}
+    plain_v: Any = operands.get("v")  # the inner bias times it: no scales are in it yet
+    operands |= {"scale": 1.0, "bias": None, "inner_bias": None, "inner_gain": None}
 
     def absorb(steps: Sequence[Step], width: int) -> None:
         for step in steps:
-            bias = made["bias"]
+            bias = operands["bias"]
             if step.kind == "bias":
                 assert step.key is not None
-                made["bias"] = plus(editor, bias, one_dim(editor, step.key, width), step.number)
+                operands["bias"] = plus(editor, bias, one_dim(editor, step.key, width), step.number)
                 continue
-            made["scale"] *= step.number
-            made["bias"] = bias if bias is None else times(editor, bias, step.number)
+            operands["scale"] *= step.number
+            operands["bias"] = bias if bias is None else times(editor, bias, step.number)
             if step.key is not None:
                 size = width if step.kind == "vector" else 1
-                fold(editor, chain, made, one_dim(editor, step.key, size))
+                fold(editor, chain, operands, one_dim(editor, step.key, size))
 
     absorb(chain.middle, chain.u.n)
     if chain.inner is not None:
-        made |= {"inner_bias": made["bias"], "bias": None}
+        operands |= {"inner_bias": operands["bias"], "bias": None}
         if chain.gain is not None:
-            made["inner_gain"] = one_dim(editor, chain.gain, chain.u.n)
-    elif made["bias"] is not None:
+            operands["inner_gain"] = one_dim(editor, chain.gain, chain.u.n)
+    elif operands["bias"] is not None:
         matrix = plain_v if chain.v.layout == "col" else editor.permute(plain_v, (1, 0))
-        made["bias"] = editor.call(aten.mv.default, matrix, made["bias"])
+        operands["bias"] = editor.call(aten.mv.default, matrix, operands["bias"])
     absorb(chain.after, chain.n)
-    return made
+    return operands
 
 
 def join(
@@ -163,17 +163,17 @@ def times_x(editor: Editor, scale: fx.Node, x: Scaled) -> fx.Node:
     return times(editor, scale, x.number)
 
 
-def fold(editor: Editor, chain: Chain, made: dict[str, Any], factor: fx.Node) -> None:
+def fold(editor: Editor, chain: Chain, operands: dict[str, Any], factor: fx.Node) -> None:
     """Multiply the bias and the smaller factor by a vector over the rank (or by one number)."""
     over_u = chain.u.k <= chain.v.n
     letter, weight = ("u", chain.u) if over_u else ("v", chain.v)
     rank_is_last = (weight.layout == "row") == over_u
     size = editor.shape(factor)[0]
-    if made["bias"] is not None:
-        made["bias"] = editor.call(aten.mul.Tensor, made["bias"], factor)
+    if operands["bias"] is not None:
+        operands["bias"] = editor.call(aten.mul.Tensor, operands["bias"], factor)
     if not rank_is_last and size != 1:
         factor = editor.reshape(factor, (size, 1))
-    made[letter] = editor.call(aten.mul.Tensor, made[letter], factor)
+    operands[letter] = editor.call(aten.mul.Tensor, operands[letter], factor)
 
 
 def packed(op: Any, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -249,17 +249,17 @@ def under(c: Canonical, source: Source) -> Source | None:
     return None if inverse is None else dataclasses.replace(source, key=base, dims=inverse)
 
 
-def source_over_raw(c: Canonical, made: Call, source: Source) -> Source | None:
+def source_over_raw(c: Canonical, producer: Call, source: Source) -> Source | None:
     """Return a reader's x as the [features, tokens] result of a call, None when it does not fit."""
     final = under(c, source)
-    if final is None or final.key is not made.final or made.n != source.k:
+    if final is None or final.key is not producer.final or producer.n != source.k:
         return None
-    sizes = {**made.chain.first.tokens, FEATURE: made.n}
-    axes = dict(zip(sizes, views.invert(made.out_dims, final.dims, sizes) or (), strict=False))
-    if not axes or not is_whole_feature(axes[FEATURE], made.n):
+    sizes = {**producer.chain.first.tokens, FEATURE: producer.n}
+    axes = dict(zip(sizes, views.invert(producer.out_dims, final.dims, sizes) or (), strict=False))
+    if not axes or not is_whole_feature(axes[FEATURE], producer.n):
         return None
-    raw = views.compose(made.dims(made.n, "col"), axes)
-    turned = None if raw is None else Source(owner_of(source.key), raw, made.n)
+    raw = views.compose(producer.dims(producer.n, "col"), axes)
+    turned = None if raw is None else Source(owner_of(source.key), raw, producer.n)
     return turned if turned is not None and turned.is_col() else None
 
 
@@ -285,8 +285,8 @@ class Lowering(Editor):
         self, operator: Callable[..., Any], /, *args: Any, meta_value: Any = None, **kwargs: Any
     ) -> Any:
         """Return what an operator computes."""
-        made = operator(*args, **kwargs) if meta_value is None else meta_value
-        return without_data(made)
+        value = operator(*args, **kwargs) if meta_value is None else meta_value
+        return without_data(value)
 
     def node(self, key: Key) -> Any:
         """Return the tensor of a value."""
@@ -511,9 +511,11 @@ class Call:
         new: list[fx.Node] = []
         for i, one in enumerate(results):
             part = editor.call(operator.getitem, node, i) if self.members else node
-            want, made = (getattr(editor.value(n), "placements", None) for n in (one.final, part))
-            if made != want:
-                why = f"one call returns {made}, the products {want}"
+            want, placements = (
+                getattr(editor.value(n), "placements", None) for n in (one.final, part)
+            )
+            if placements != want:
+                why = f"one call returns {placements}, the products {want}"
                 raise NotEmittedError(Refusal("device", why, one.final))
             new.append(one.finish(editor, part))
             if i:
@@ -605,12 +607,12 @@ def with_base(c: Canonical, call: Call) -> Call | Stored | None:
     branch = _fp8_branch(c, chain) if base.format in MX else {}
     chain = dataclasses.replace(chain, bits={**branch, "w": base})
     note = "" if branch or not chain.r else call.note
-    made = dataclasses.replace(call, chains=(chain,), format=base.format, note=note)
+    of_bytes = dataclasses.replace(call, chains=(chain,), format=base.format, note=note)
     try:
-        made.spec(c).check(c.chip)
+        of_bytes.spec(c).check(c.chip)
     except NmmError as error:
         return Stored(base.format, reason=str(error))
-    return made
+    return of_bytes
 
 
 def _fp8_branch(c: Canonical, chain: Chain) -> dict[str, Stored]:
@@ -619,8 +621,8 @@ def _fp8_branch(c: Canonical, chain: Chain) -> dict[str, Stored]:
     steps = [step for step in chain.after if step.kind != "bias"]
     if not plain or any(step.key is not None for step in steps):
         return {}
-    found = read_eight_bits(c, chain.u), read_eight_bits(c, chain.v, by_input=True)
-    stored = [one for one in found if one is not None and one.format == "fp8" and not one.reason]
+    factors = read_eight_bits(c, chain.u), read_eight_bits(c, chain.v, by_input=True)
+    stored = [one for one in factors if one is not None and one.format == "fp8" and not one.reason]
     if len(stored) < 2 or chain.v.layout != "col":
         return {}
     of_rank = c.shape(stored[0].scale) in ((chain.r, 1), (chain.r,))

@@ -122,14 +122,14 @@ class Editor:
                 key = self.replaced[key]
             return key
         assert key.attribute is not None, f"{key} is no value of the graph"
-        found = self._attributes.get(key.attribute)
-        if found is None:
+        attribute = self._attributes.get(key.attribute)
+        if attribute is None:
             first = next(iter(self.graph.nodes))
             with self.graph.inserting_before(first):
-                found = self.graph.get_attr(key.attribute)
-            found.meta[self.value_key] = self.c.values[found] = key.tensor
-            self._attributes[key.attribute] = found
-        return found
+                attribute = self.graph.get_attr(key.attribute)
+            attribute.meta[self.value_key] = self.c.values[attribute] = key.tensor
+            self._attributes[key.attribute] = attribute
+        return attribute
 
     def operand(self, key: Key) -> fx.Node:
         """Return the fx node of a value that a kernel reads, cast to the dtype it computes in;
@@ -163,15 +163,15 @@ class Editor:
     def _symbolic_sizes(self, near: fx.Node) -> dict[Size, tuple[Any, int | None]]:
         """Return the first node, `near` or one above, that holds each symbolic size: a SymInt, or a
         dimension."""
-        found: dict[Size, tuple[Any, int | None]] = {}
+        places: dict[Size, tuple[Any, int | None]] = {}
         above = itertools.takewhile(lambda node: node is not self.at, self.graph.nodes)
         for node in (near, *above):
             value = self.c.values.get(node)
             sizes: Any = value.shape if isinstance(value, torch.Tensor) else ()
             for dim, size in ((None, value), *enumerate(sizes)):
                 if isinstance(size, torch.SymInt):
-                    found.setdefault(views.as_size(size), (node, dim))
-        return found
+                    places.setdefault(views.as_size(size), (node, dim))
+        return places
 
     # -- rearranging ----------------------------------------------------------------------
 

@@ -171,13 +171,13 @@ def read_eight_bits(c: Canonical, weight: Weight, by_input: bool = False) -> Sto
 
     by_input: its scale is to be one for each input.
     """
-    found = unscaled(c, weight.key)
-    if found is None or found.number != 1.0 or not isinstance(c.forms.get(found.value), Leaf):
+    numbers = unscaled(c, weight.key)
+    if numbers is None or numbers.number != 1.0 or not isinstance(c.forms.get(numbers.value), Leaf):
         return None
-    format = NAMES.get(c.dtype(found.value))  # type: ignore[arg-type]
+    format = NAMES.get(c.dtype(numbers.value))  # type: ignore[arg-type]
     if format is None:
         return None
-    values, scale = owner_of(found.value), found.scale
+    values, scale = owner_of(numbers.value), numbers.scale
     if values.op not in _LEAVES:  # bytes seen as fp8
         values = next(iter(values.all_input_nodes), values)
     outputs = weight.n if weight.layout == "row" else 1
@@ -185,11 +185,11 @@ def read_eight_bits(c: Canonical, weight: Weight, by_input: bool = False) -> Sto
     if weight.layout == "col":
         shapes = [(1, weight.k)] if by_input else [(1,), (1, 1), (weight.n, 1)]
     why = ""
-    if found.written:
+    if numbers.written:
         why = _WRITTEN
     elif format != "fp8":
         why = "no kernel multiplies such numbers; quantize_factors(model, 'fp8') is kept"
-    elif not found.bound:
+    elif not numbers.bound:
         why = (
             "numbers of float8_e4m3fn may lie beyond 240, where NKI's float8_e4m3 ends; quantize "
             "to 240 and clamp(-240, 240) what is cast, as nmm.quantize_factors does"
@@ -197,7 +197,7 @@ def read_eight_bits(c: Canonical, weight: Weight, by_input: bool = False) -> Sto
     elif scale is None or c.shape(scale) not in shapes or c.shape(values) != weight.stored:
         why = _NOT_WHOLE
     stored = Stored(format, values, None if scale is None else c.base(scale)[0], why)
-    return _where_it_lies(c, weight, stored, c.shape(found.value))
+    return _where_it_lies(c, weight, stored, c.shape(numbers.value))
 
 
 def _where_it_lies(c: Canonical, weight: Weight, stored: Stored, shape: Any) -> Stored:
@@ -223,18 +223,18 @@ def read_factors(
     why: a reason of the call's own against kernels of fp8 weights, or "".
     """
     read = [read_eight_bits(c, weight) for weight in weights]
-    found = [one for one in read if one is not None]
-    if not found:
+    held = [one for one in read if one is not None]
+    if not held:
         return ()
-    refused = [one for one in found if one.reason]
+    refused = [one for one in held if one.reason]
     if refused:
         return (refused[0],)
-    if len(found) < len(weights):
+    if len(held) < len(weights):
         why = why or "the call has other weights, too"
     if not c.chip.float8_kernels:
         why = f"{c.chip.name} has no fp8 kernels; trn2 and trn3 have"
     why = why or _not_16_bits(dtype)
-    return (Stored(found[0].format, reason=why),) if why else tuple(found)
+    return (Stored(held[0].format, reason=why),) if why else tuple(held)
 
 
 def _not_16_bits(dtype: torch.dtype | None) -> str:
@@ -259,8 +259,8 @@ def read_base(
     else:
         if dtype == torch.float16:  # factors divided by small scales may leave its range
             why = why or "x is float16; cast the model to bfloat16"
-        found = read_factors(c, (weight,), dtype, why)
-        return found[0] if found else None
+        factors = read_factors(c, (weight,), dtype, why)
+        return factors[0] if factors else None
     why = stored.reason or why or _not_16_bits(dtype)
     return Stored(stored.format, reason=why) if why else stored
 

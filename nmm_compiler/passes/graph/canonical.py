@@ -306,11 +306,11 @@ class Canonical:
 
     def shape(self, key: Key) -> tuple[Size, ...] | None:
         """Return the shape, with symbolic sizes as expressions; None for no tensor."""
-        found = key.shape if isinstance(key, Virtual) else self._shapes.get(key)
-        value = self.tensor(key) if found is None else None
+        known_shape = key.shape if isinstance(key, Virtual) else self._shapes.get(key)
+        value = self.tensor(key) if known_shape is None else None
         if value is not None:
-            found = self._shapes[key] = views.sizes_of(value)
-        return found
+            known_shape = self._shapes[key] = views.sizes_of(value)
+        return known_shape
 
     def sizes(self, key: Key) -> tuple[Size, ...]:
         """Return the shape, () for no tensor."""
@@ -439,7 +439,7 @@ def once(ask: Callable[..., _T]) -> Callable[..., _T]:
         question = (ask.__name__, about)
         if question not in c.known:
             c.known[question] = ask(c, *about)
-        found: _T = c.known[question]
-        return found
+        answer: _T = c.known[question]
+        return answer
 
     return asked

@@ -114,8 +114,8 @@ def _cache_classes(module: nn.Module) -> Iterator[type]:
     """Yield transformers' classes of caches and of their layers, and those of the model's file."""
     files = map(sys.modules.get, ("transformers.cache_utils", type(module).__module__))
     shared, own = (vars(file) if file is not None else {} for file in files)
-    found = [*shared.values(), *(value for name, value in own.items() if name.endswith("Cache"))]
-    for kind in found:
+    classes = [*shared.values(), *(value for name, value in own.items() if name.endswith("Cache"))]
+    for kind in classes:
         if isinstance(kind, type) and kind.__module__.startswith("transformers."):
             yield kind
 
@@ -133,9 +133,9 @@ def _flatten_attributes(thing: Any) -> tuple[list[Any], Any]:
 
 def _unflatten_attributes(kind: Any, values: Any, context: Any) -> Any:
     names, others = context
-    made = kind.__new__(kind)
-    vars(made).update(others, **dict(zip(names, values, strict=True)))
-    return made
+    instance = kind.__new__(kind)
+    vars(instance).update(others, **dict(zip(names, values, strict=True)))
+    return instance
 
 
 class Function(nn.Module):

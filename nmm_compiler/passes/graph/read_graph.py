@@ -143,8 +143,8 @@ def constant_value(graph: Canonical, node: Node) -> torch.Tensor | Node:
                 values[current] = applied(current, *map_aggregate(given, _on_cpu))
             except (TypeError, RuntimeError, ValueError, IndexError):
                 return current
-    found = values[node]
-    return found if isinstance(found, torch.Tensor) else node
+    value = values[node]
+    return value if isinstance(value, torch.Tensor) else node
 
 
 def _on_cpu(value: Any) -> Any:

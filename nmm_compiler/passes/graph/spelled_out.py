@@ -96,13 +96,13 @@ def _read(c: Canonical, end: Node) -> Activation | Norm | None:
             continue
         inner: set[Node] = set()
         try:
-            found = _recognized(c, end, reads[0], inner)
+            recognized = _recognized(c, end, reads[0], inner)
         except (ArithmeticError, ValueError, TypeError, RuntimeError):
             continue  # other arguments, or no function of small tensors
-        if found is not None:
+        if recognized is not None:
             c.bent.discard(end)
             c.helpers[end] = frozenset(inner - {end})
-            return found
+            return recognized
     return None
 
 
@@ -121,17 +121,17 @@ def _recognized(c: Canonical, end: Node, root: Node, steps: set[Node]) -> Activa
     function. Adds the operations to `steps`."""
     x, known = _known(len(c.sizes(end)))
     with _disable_current_modes():
-        made = _evaluated(c, end, root, x, steps)
+        result = _evaluated(c, end, root, x, steps)
         alike = c.dtype(root) == c.dtype(end) and _SUMS.isdisjoint(map(target_name, steps))
         for name, wanted in known.items() if alike else ():
-            if _is_same(made, wanted):
+            if _is_same(result, wanted):
                 return Activation(root, name)
         given = {
             n for step in steps for n in (*step.args, *step.kwargs.values()) if type(n) is float
         }
         for eps in given:
             for kind, norm in _NORMS.items() if 0.0 < eps < _LARGEST_EPS else ():
-                if _is_same(made, norm(x, x.shape[-1:], eps=eps)):
+                if _is_same(result, norm(x, x.shape[-1:], eps=eps)):
                     return Norm(root, kind, None, eps=eps)
     return None
 
@@ -168,8 +168,8 @@ def _evaluated(
                 raise ValueError(f"{step} rounds")
             return operand(form.value)
         named = {name: value for name, value in step.kwargs.items() if name != "dtype"}
-        made: torch.Tensor = applied(step, *map_arg((step.args, named), operand))
-        return made
+        result: torch.Tensor = applied(step, *map_arg((step.args, named), operand))
+        return result
 
     if _step(c, (end, views.identity(shape))) is None:
         raise ValueError(f"{end} writes")
@@ -207,12 +207,12 @@ def norm_around(c: Canonical, node: Node, name: str, form: Any) -> Norm | None:
             continue
         nodes = {owner_of(key) for key in (base, *c.through(value))} | c.helpers.get(base, set())
         if vector is None:
-            found = _narrowed(c, norm, form.dtype, nodes)
+            wider = _narrowed(c, norm, form.dtype, nodes)
         else:
-            found = _with_vector(c, node, form, norm, vector)
-        if found is not None and c.shape(value) == c.shape(node):
+            wider = _with_vector(c, node, form, norm, vector)
+        if wider is not None and c.shape(value) == c.shape(node):
             c.helpers[node] = frozenset(nodes - {node})
-            return found
+            return wider
     return None
 
 

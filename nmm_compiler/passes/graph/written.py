@@ -31,18 +31,18 @@ def follow_writes(c: Canonical) -> bool:
         target: Any = node.args[0] if node.args else None
         name = target_name(node) or "::"
         puts = name == "setitem_"
-        made: Any = node.args[2] if puts else node
+        written: Any = node.args[2] if puts else node
         tensors = all(
-            isinstance(one, fx.Node) and c.tensor(one) is not None for one in (target, made)
+            isinstance(one, fx.Node) and c.tensor(one) is not None for one in (target, written)
         )
         own = is_inplace_name(name) and "::" not in name  # another one may change gradients
         if not own or not tensors or isinstance(c.form(target), Leaf):
             continue
-        if memory_of(c, target) != memory_of(c, made) and not (puts and _fills(c, node)):
+        if memory_of(c, target) != memory_of(c, written) and not (puts and _fills(c, node)):
             continue
         late = [user for user in target.users if position[user] > position[node]]
         for user in late:
-            user.replace_input_with(target, made)
+            user.replace_input_with(target, written)
         for gone in (node, target) if puts else ():
             if not gone.users:
                 c.graph.erase_node(gone)

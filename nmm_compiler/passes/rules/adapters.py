@@ -128,8 +128,8 @@ class Adapters(KernelRule):
 
 def _constant(editor: Editor, numbers: list[Any], dtype: torch.dtype, x: torch.Tensor) -> fx.Node:
     """Return numbers as a tensor."""
-    made = x.new_empty(len(numbers), dtype=dtype)
-    return editor.call(torch.tensor, numbers, meta_value=made, dtype=dtype, device=x.device)
+    value = x.new_empty(len(numbers), dtype=dtype)
+    return editor.call(torch.tensor, numbers, meta_value=value, dtype=dtype, device=x.device)
 
 
 def _of_tokens(editor: Editor, rows: Any, x: Any) -> fx.Node:
@@ -272,8 +272,8 @@ def _without_gains(graph: Canonical, key: Key) -> tuple[Key, Key | None]:
     """Return what is multiplied by the gain of each token's adapter, and what gathers the gains."""
     form = graph.forms.get(key)
     for value, factor in form.orders if isinstance(form, Scale) else ():
-        made, dims = graph.base(factor)
-        spread = (*graph.whole(made), ())
-        if gathered(made) and dims == spread and len(graph.sizes(value)) == 2:
-            return value, made
+        base, dims = graph.base(factor)
+        spread = (*graph.whole(base), ())
+        if gathered(base) and dims == spread and len(graph.sizes(value)) == 2:
+            return value, base
     return key, None

@@ -71,9 +71,9 @@ class Attention(Rule):
         if target_name(node) == "scaled_dot_product_attention":
             yield node, dict(zip(_ARGUMENTS, node.args, strict=False)) | dict(node.kwargs)
         elif isinstance(graph.forms.get(node), Product):
-            found = _spelled_out(graph, node)
-            if found is not None:
-                yield node, found
+            spelled = _spelled_out(graph, node)
+            if spelled is not None:
+                yield node, spelled
 
     def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
         """Read the call as a spec, and check that a kernel computes the same."""
@@ -159,9 +159,9 @@ def _spelled_out(c: Canonical, node: fx.Node) -> dict[str, Any] | Refusal | None
         return None
     scores = c.uncast(soft.inputs[0])
     for inner, mask in [(scores, None), *_orders(c, scores, Add)]:
-        found = _scores(c, inner)
-        if found is not None and isinstance(form.rhs, fx.Node):
-            return found | {"value": form.rhs, "attn_mask": mask, "enable_gqa": True}
+        parts = _scores(c, inner)
+        if parts is not None and isinstance(form.rhs, fx.Node):
+            return parts | {"value": form.rhs, "attn_mask": mask, "enable_gqa": True}
     reason = "the scores below the softmax are not scale q k^T, capped and masked"
     return Refusal("no_kernel", reason, weights)
 
@@ -194,8 +194,8 @@ def _scores(c: Canonical, key: Key) -> dict[str, Any] | None:
 def _behind(c: Canonical, key: Key, dims: Dims) -> fx.Node | None:
     """Return the value behind a view, or its base, that has these dimensions over the base."""
     base = c.base(key)[0]
-    found = next((one for one in (*c.through(key), base) if c.views[one] == (base, dims)), None)
-    return found if isinstance(found, fx.Node) else None
+    value = next((one for one in (*c.through(key), base) if c.views[one] == (base, dims)), None)
+    return value if isinstance(value, fx.Node) else None
 
 
 def _factor(c: Canonical, key: Key) -> tuple[float, Key]:
@@ -231,13 +231,13 @@ def _read_mask(
     """
     if mask is None:
         return is_causal, 0
-    found = constant_value(graph, mask)
-    if isinstance(found, fx.Node):
-        reason = f"the mask is a tensor of unknown values, because of {found.name}"
-        return Refusal("no_kernel", reason, found)
+    constant = constant_value(graph, mask)
+    if isinstance(constant, fx.Node):
+        reason = f"the mask is a tensor of unknown values, because of {constant.name}"
+        return Refusal("no_kernel", reason, constant)
     m, context = sizes
-    seen = found if found.dtype == torch.bool else found == 0
-    if found.dtype != torch.bool and bool((found.masked_fill(seen, _HIDDEN) > _HIDDEN).any()):
+    seen = constant if constant.dtype == torch.bool else constant == 0
+    if constant.dtype != torch.bool and bool((constant.masked_fill(seen, _HIDDEN) > _HIDDEN).any()):
         reason = "the mask adds numbers to scores, not only 0 and minus infinity"
         return Refusal("no_kernel", reason, mask)
     seen = seen.broadcast_to(torch.broadcast_shapes(seen.shape, (m, context)))

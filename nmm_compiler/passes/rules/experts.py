@@ -162,49 +162,49 @@ def _said(graph: Canonical | None, node: fx.Node) -> tuple[str, list[Any]]:
     return " ".join((name, *said)), args
 
 
-def _agrees(graph: Canonical, own: Any, value: Any, found: dict[str, Any]) -> bool:
+def _agrees(graph: Canonical, own: Any, value: Any, values: dict[str, Any]) -> bool:
     """Return whether a value of a graph is one of a form; note the form's values by their names.
 
     Casts are passed over, and noted.
     """
     if isinstance(own, str):
-        return bool(found.setdefault(own, value) == value)
+        return bool(values.setdefault(own, value) == value)
     if not isinstance(own, fx.Node):
         return bool(own == value)
     while own.op != "placeholder" and name_of(value) in _CASTS:
-        found["casts"] = (*found.get("casts", ()), value)
+        values["casts"] = (*values.get("casts", ()), value)
         value = value.args[0]
-    if own.name in found:
-        return bool(found[own.name] is value)
+    if own.name in values:
+        return bool(values[own.name] is value)
     if not isinstance(value, fx.Node):
         return False
-    found[own.name] = value
+    values[own.name] = value
     if own.op == "placeholder":
         return True
     if own.target == "written":
-        found["writes"] = writes = [one for one in value.users if one in graph.effects.writers]
+        values["writes"] = writes = [one for one in value.users if one in graph.effects.writers]
         _require(len(writes) == 1 and name_of(writes[0]) == "setitem_")
         pairs = zip(own.args, writes[0].args, strict=True)
-        return all(_agrees(graph, *pair, found) for pair in pairs)
+        return all(_agrees(graph, *pair, values) for pair in pairs)
     if own.target == "function":
         between, ends = [value], set[fx.Node]()
         for one in (n for node in between for n in node.all_input_nodes):
-            tried = dict(found)
+            tried = dict(values)
             if name_of(one) not in _CASTS and _agrees(graph, own.args[0], one, tried):
                 ends.add(one)
-                found |= tried
+                values |= tried
             elif one not in between:
                 between.append(one)
                 _require(len(between) <= 40)
-        found["function"] = between, *ends, value
+        values["function"] = between, *ends, value
         return len(ends) == 1
     (name, mine), (other, theirs) = _said(None, own), _said(graph, value)
     if name != other or len(mine) != len(theirs):
         return False
     for order in (theirs, theirs[::-1]) if name in ("mul", "add") else (theirs,):
-        tried = dict(found)
+        tried = dict(values)
         if all(_agrees(graph, *pair, tried) for pair in zip(mine, order, strict=True)):
-            found.update(tried)
+            values.update(tried)
             return True
     return False
 
@@ -215,10 +215,10 @@ def _found(
     """Return the values of the first form that a value is, by their names in it, and which one it
     is; NotExpertsError where it is none."""
     for form, *said in forms:
-        end, found = _traced(form, *said), dict[str, Any](casts=())
+        end, values = _traced(form, *said), dict[str, Any](casts=())
         with contextlib.suppress(NotExpertsError):
-            if _agrees(graph, end, value, found):
-                return found, tuple(said)
+            if _agrees(graph, end, value, values):
+                return values, tuple(said)
     raise NotExpertsError
 
 
@@ -283,8 +283,8 @@ class Experts(KernelRule):
 
         def spec() -> KernelSpec:
             tokens = tokens_to_judge(math.prod(given["index"].shape[:-1]))
-            made = EXPERTS.spec_of(given, tokens, dtype_name(dtype))
-            return replace(made, m=made.m * made.top_k, top_k=1) if mixture.scaled else made
+            own = EXPERTS.spec_of(given, tokens, dtype_name(dtype))
+            return replace(own, m=own.m * own.top_k, top_k=1) if mixture.scaled else own
 
         match = Match(self.name, node, frozenset(inner), data=mixture)
         priced = self.priced(graph, match, spec)
@@ -298,12 +298,12 @@ class Experts(KernelRule):
         if name_of(node) == _OWN:
             return _Mixture(EXPERTS.bound(node.args, node.kwargs))
         by_pick = _given(node, 1, "dim") in (1, [1], (1,))
-        mixture, found = _of_picks(graph, node) if by_pick else _of_all(graph, node)
+        mixture, values = _of_picks(graph, node) if by_pick else _of_all(graph, node)
         _require(len(graph.sizes(mixture.given["down"])) == 3)
-        said = _function(graph, *found["function"])
+        said = _function(graph, *values["function"])
         if said is None:
             why = "the function between the products of the experts is no gated product"
-            return Refusal("no_kernel", why, found["function"][-1])
+            return Refusal("no_kernel", why, values["function"][-1])
         dtypes = [graph.dtype(mixture.given[name]) for name in ("x", "gate_up", "down")]
         casts = {name_of(one) == "to" and graph.dtype(one) for one in real_users(node)}
         rounds = graph.dtype(node) == dtypes[0] or casts == {dtypes[0]}
@@ -313,7 +313,7 @@ class Experts(KernelRule):
                 "compute in"
             )
             return Refusal("dtype", why.format(*dtypes, graph.dtype(node)), node)
-        for one in found["casts"]:
+        for one in values["casts"]:
             held: Any = graph.dtype(one.args[0])
             _require(not held.is_floating_point or graph.dtype(one) in (dtypes[0], torch.float32))
         return replace(mixture, given=mixture.given | said)
@@ -370,17 +370,17 @@ def _of_picks(graph: Canonical, node: Any) -> tuple[_Mixture, dict[str, Any]]:
     shape = graph.sizes(node.args[0])
     ways = (True, False)
     forms = itertools.product((batched, grouped), ways, ways, ways)
-    found, (_, turned, absent) = _found(graph, _behind(node.args[0], RESHAPES), forms)
-    sizes = [graph.sizes(found[name]) for name in ("index", "gates", "x")]
+    values, (_, turned, absent) = _found(graph, _behind(node.args[0], RESHAPES), forms)
+    sizes = [graph.sizes(values[name]) for name in ("index", "gates", "x")]
     _require(len(shape) == 3 and sizes == [tuple(shape[:2])] * 2 + [(shape[0], shape[2])])
-    groups = (graph.shape(found["down"]) or (0,))[0]
-    _require(found["top_k"] == shape[1] and found.get("groups", groups) == groups)
-    _require(found.get("last", groups - 1) == groups - 1)
-    places = found.get("arange")  # where the rows of a sort were
+    groups = (graph.shape(values["down"]) or (0,))[0]
+    _require(values["top_k"] == shape[1] and values.get("groups", groups) == groups)
+    _require(values.get("last", groups - 1) == groups - 1)
+    places = values.get("arange")  # where the rows of a sort were
     _require(places is None or len(_named(places, ("arange",)).args) == 1)
-    given = {name: found.get(name) for name in _GIVEN}
+    given = {name: values.get(name) for name in _GIVEN}
     given["weight_layout"] = "col" if turned else "row"
-    return _Mixture(given, absent=absent, writes=found.get("writes", ())), found
+    return _Mixture(given, absent=absent, writes=values.get("writes", ())), values
 
 
 def _of_all(graph: Canonical, node: Any) -> tuple[_Mixture, dict[str, Any]]:
@@ -388,23 +388,23 @@ def _of_all(graph: Canonical, node: Any) -> tuple[_Mixture, dict[str, Any]]:
     form, too."""
     # with scaled x, an expert that no token chose would add its bias
     forms = ((of_all, True, False), (of_all, False, False), (of_all, False, True))
-    found, (_, scaled) = _found(graph, _behind(node.args[0], RESHAPES), iter(forms))
-    size, groups = graph.sizes(found["x"]), (graph.shape(found["down"]) or (0,))[0]
-    _require(len(size) == 2 and graph.sizes(found["reshape"]) == (groups, *size))
-    _require(found["groups"] == groups and math.prod(graph.sizes(node)) == math.prod(size))
-    for name in _GIVEN[-2:] if "gate_up_bias" in found else ():
-        held, dims = graph.base(found[name])
+    values, (_, scaled) = _found(graph, _behind(node.args[0], RESHAPES), iter(forms))
+    size, groups = graph.sizes(values["x"]), (graph.shape(values["down"]) or (0,))[0]
+    _require(len(size) == 2 and graph.sizes(values["reshape"]) == (groups, *size))
+    _require(values["groups"] == groups and math.prod(graph.sizes(node)) == math.prod(size))
+    for name in _GIVEN[-2:] if "gate_up_bias" in values else ():
+        held, dims = graph.base(values[name])
         _require([*dims] == [*graph.whole(held)[:1], (), *graph.whole(held)[1:]])
-        found[name] = held
+        values[name] = held
     scores: Any
-    scores, dims = graph.base(found["gates"])  # each for one row of features
-    _require(graph.sizes(found["mul"])[:-1] == graph.sizes(found["gates"])[:-1])
+    scores, dims = graph.base(values["gates"])  # each for one row of features
+    _require(graph.sizes(values["mul"])[:-1] == graph.sizes(values["gates"])[:-1])
     turned = tuple(itertools.chain(*reversed(graph.whole(scores))))
     _require(dims[-1:] == ((),) and tuple(itertools.chain(*dims)) == turned)
     index = _sparse(scores)
     _require(graph.sizes(scores) == (size[0], groups))
-    given = {name: found.get(name) for name in _GIVEN} | {"index": index, "gates": None}
-    return _Mixture(given, scores=scores, scaled=scaled), found
+    given = {name: values.get(name) for name in _GIVEN} | {"index": index, "gates": None}
+    return _Mixture(given, scores=scores, scaled=scaled), values
 
 
 def _sparse(scores: Any) -> fx.Node:
@@ -489,7 +489,7 @@ def _samples(nodes: list[Any], width: Any) -> torch.Tensor:
     for number in _numbers(nodes):
         if number < 1e6:
             points |= {side * factor * number for side in (-1, 1) for factor in (0.9, 1.1, 3)}
-    made = torch.tensor(sorted(points), dtype=torch.float64)
+    values = torch.tensor(sorted(points), dtype=torch.float64)
     rows = max(1, 8192 // width)
-    drawn = torch.randint(len(made), (rows, width), generator=torch.Generator().manual_seed(0))
-    return made[drawn]
+    drawn = torch.randint(len(values), (rows, width), generator=torch.Generator().manual_seed(0))
+    return values[drawn]

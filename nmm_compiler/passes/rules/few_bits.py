@@ -104,11 +104,11 @@ class StaticFP8(Quantized):
 
 def _rounded(c: Canonical, x: Key) -> Scaled | None:
     """Return the fp8 numbers that x is made of, times one number or two; None for any other x."""
-    found = unscaled(c, x)
-    if found is None or found.written or found.bound or c.dtype(found.value) != STORED_FP8:
+    numbers = unscaled(c, x)
+    if numbers is None or numbers.written or numbers.bound or c.dtype(numbers.value) != STORED_FP8:
         return None
-    one = found.scale is None or math.prod(c.shape(found.scale) or (0,)) == 1
-    return found if one and (found.scale is None or c.is_weight(found.scale)) else None
+    one = numbers.scale is None or math.prod(c.shape(numbers.scale) or (0,)) == 1
+    return numbers if one and (numbers.scale is None or c.is_weight(numbers.scale)) else None
 
 
 def _bounded(c: Canonical, value: Key) -> bool:

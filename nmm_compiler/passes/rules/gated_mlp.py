@@ -170,11 +170,11 @@ class GatedMLP(KernelRule):
             return None
         chains = [*half.chains, down]
         call = Call.of(graph, "gated_mlp", chains, node, out_dims, activation=half.activation)
-        made = self.matched(graph, call)
-        if isinstance(made, Match):
-            return made
+        match = self.matched(graph, call)
+        if isinstance(match, Match):
+            return match
         pair = any(one.second for one in half.chains)  # reported where two calls take its place
-        return dataclasses.replace(made, report_even_if_superseded=True) if pair else None
+        return dataclasses.replace(match, report_even_if_superseded=True) if pair else None
 
 
 class CorrectedMLP(KernelRule):
@@ -213,10 +213,10 @@ class CorrectedMLP(KernelRule):
         whole.covered = covered(graph, node, whole.keys())
         pair = Call.of_several("lowrank_matmul_shared_x", (gate, up))
         separate = sum(call_ways(graph, one.spec(graph)).fused for one in (pair, calls[2]))
-        found = self.matched(graph, whole)
-        if isinstance(found, Match) and found.info["predicted"]["fused"] > separate:
+        match = self.matched(graph, whole)
+        if isinstance(match, Match) and match.info["predicted"]["fused"] > separate:
             return Refusal("slower", "the calls apart are predicted to be faster", node)
-        return found
+        return match
 
 
 def _is_inner(c: Canonical, node: fx.Node) -> bool:
@@ -231,8 +231,8 @@ def _is_inner(c: Canonical, node: fx.Node) -> bool:
 def over_tokens(c: Canonical, h_dims: Dims, down: Chain) -> Dims | None:
     """Return the result's dimensions over the tokens that h lies over, None where h is mixed."""
     over_h = over_base(c, down.first, down.out_dims)
-    found = None if over_h is None else views.compose(over_h, h_dims)
-    if found is None or not is_whole_feature(found[0], down.u.k):
+    over_x = None if over_h is None else views.compose(over_h, h_dims)
+    if over_x is None or not is_whole_feature(over_x[0], down.u.k):
         return None
-    repeated = any(atom.axis == views.BROADCAST for dim in found[1:] for atom in dim)
-    return None if repeated else found[1:]
+    repeated = any(atom.axis == views.BROADCAST for dim in over_x[1:] for atom in dim)
+    return None if repeated else over_x[1:]

@@ -83,8 +83,8 @@ class NormInside(Rule):
         """Let calls take in the norm of their x."""
         owners = {node: match for match in matches for node in match.nodes}
         given = [one for one in matches if graph.options.has("norms") and takes(one, "norm")]
-        found = [(match, self._inside(graph, match, owners)) for match in given]
-        for match, ends in found:
+        answers = [(match, self._inside(graph, match, owners)) for match in given]
+        for match, ends in answers:
             if isinstance(ends, dict):
                 call: Call = match.data
                 norm: Any = graph.form(call.source.key)
@@ -95,7 +95,7 @@ class NormInside(Rule):
                 call.ends |= ends
                 match.kind += " norm"
                 match.info["norm"] = norm.kind
-        return [*matches, *(why for _, why in found if isinstance(why, Refusal))]
+        return [*matches, *(why for _, why in answers if isinstance(why, Refusal))]
 
     def _inside(
         self, graph: Canonical, match: Match, owners: dict[fx.Node, Match]
@@ -161,22 +161,22 @@ class ResidualInside(Rule):
     def combine(self, graph: Canonical, matches: list[Match]) -> list[Match | Refusal]:
         """Let calls take in the sum of their result and another tensor, in either order."""
         given = [one for one in matches if graph.options.has("norms") and takes(one, "residual")]
-        made = {match.data.final: match for match in given}
+        by_result = {match.data.final: match for match in given}
         taken = {node for match in matches for node in match.nodes}
         out: list[Match | Refusal] = list(matches)
-        for node in reversed(graph.graph.nodes) if made else ():
+        for node in reversed(graph.graph.nodes) if by_result else ():
             form = graph.forms.get(node)
             sums = form.orders if isinstance(form, Add) and node not in taken else ()
-            found = [
-                (made[y], self._added(graph, made[y], node, value, residual), residual)
+            answers = [
+                (by_result[y], self._added(graph, by_result[y], node, value, residual), residual)
                 for residual, value in sums
-                if (y := owner_of(graph.base(value)[0])) in made
+                if (y := owner_of(graph.base(value)[0])) in by_result
             ]
-            fits = [(match, why, key) for match, why, key in found if isinstance(why, tuple)]
-            out += [why for _, why, _ in found if isinstance(why, Refusal) and not fits]
+            fits = [(match, why, key) for match, why, key in answers if isinstance(why, tuple)]
+            out += [why for _, why, _ in answers if isinstance(why, Refusal) and not fits]
             for match, (dims, nodes), residual in fits[:1]:
                 call = match.data
-                del made[call.final]
+                del by_result[call.final]
                 call.final = match.node = node
                 call.covered = match.nodes = match.nodes | nodes
                 call.out_dims, call.ends["residual"] = dims, residual

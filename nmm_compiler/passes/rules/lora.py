@@ -108,11 +108,11 @@ def read_adapted(c: Canonical, key: Key) -> Chain | None:
     form = c.forms[node]
     if not isinstance(form, Add) or not isinstance(node, fx.Node) or isinstance(form.b, float):
         return read_projection(c, key)
-    found = _read_sum(c, node, form)
-    if not isinstance(found, Chain) or found.base is None:
+    adapted = _read_sum(c, node, form)
+    if not isinstance(adapted, Chain) or adapted.base is None:
         return read_projection(c, key)
-    out_dims = views.compose(dims, found.out_dims)
-    return None if out_dims is None else dataclasses.replace(found, out=key, out_dims=out_dims)
+    out_dims = views.compose(dims, adapted.out_dims)
+    return None if out_dims is None else dataclasses.replace(adapted, out=key, out_dims=out_dims)
 
 
 def _terms(c: Canonical, form: Add, factor: float, depth: int = 0) -> Iterator[tuple[Key, float]]:

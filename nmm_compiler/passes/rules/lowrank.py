@@ -67,11 +67,11 @@ class Adapter(KernelRule):
 
     def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
         """Propose every product, with steps, an activation or an addend behind it."""
-        walk, made = trace_end(graph, node)
+        walk, end = trace_end(graph, node)
         if walk.key is node or any(len(step.dims) > 1 for step in walk.steps):
-            walk, made = trace_addend(graph, node) or (walk, made)
-        if isinstance(made, Product) and node in graph.forms:
-            yield node, walk, made
+            walk, end = trace_addend(graph, node) or (walk, end)
+        if isinstance(end, Product) and node in graph.forms:
+            yield node, walk, end
 
     def read(self, graph: Canonical, key: Key, form: Any) -> Chain | Refusal | None:
         """Read the chain that ends at a product."""
@@ -81,10 +81,10 @@ class Adapter(KernelRule):
         """Read the chain and check whether it may move to the node; the node of the last product
         alone says why not."""
         node, walk, form = candidate
-        found: Any = self.read(graph, walk.key, form)
-        if isinstance(found, Chain):
-            found = self.ended(graph, found, walk, node)
-        return found if isinstance(found, Match) or owner_of(walk.key) is node else None
+        chain: Any = self.read(graph, walk.key, form)
+        if isinstance(chain, Chain):
+            chain = self.ended(graph, chain, walk, node)
+        return chain if isinstance(chain, Match) or owner_of(walk.key) is node else None
 
     def ended(
         self, graph: Canonical, chain: Chain, walk: Walk, node: fx.Node
@@ -95,10 +95,10 @@ class Adapter(KernelRule):
         if wide is not None or whole is None:
             return wide or part_of_one(chain.out)
         call = Call.of_chain(graph, whole)
-        made = with_base(graph, call)
-        if isinstance(made, Stored):
-            call.note = f"{made.format} weight is dequantized at each call: {made.reason}"
-        return self.matched(graph, made if isinstance(made, Call) else call)
+        of_bytes = with_base(graph, call)
+        if isinstance(of_bytes, Stored):
+            call.note = f"{of_bytes.format} weight is dequantized at each call: {of_bytes.reason}"
+        return self.matched(graph, of_bytes if isinstance(of_bytes, Call) else call)
 
 
 class MLA(Adapter):
@@ -116,10 +116,10 @@ class LowRank(Adapter):
     def read(self, graph: Canonical, key: Key, form: Any) -> Chain | Refusal | None:
         """Read the chain without a function between the products, one that sums over devices
         too."""
-        found: Chain | Refusal | None = read_chain(graph, key, form)
-        if isinstance(found, Refusal) and found.code == "device":
-            return self._over_ranks(graph, key, form) or found
-        return found
+        chain: Chain | Refusal | None = read_chain(graph, key, form)
+        if isinstance(chain, Refusal) and chain.code == "device":
+            return self._over_ranks(graph, key, form) or chain
+        return chain
 
     def _over_ranks(self, graph: Canonical, key: Key, form: Product) -> Chain | Refusal | None:
         """Return the chain that sums over devices; None where no call has the sum."""

@@ -38,9 +38,9 @@ def group(c: Canonical, rule: KernelRule, calls: list[Call]) -> Match | None:
         return None
     whole = Call.of_several(f"lowrank_matmul_{rule.name}", calls)
     keys = whole.keys()
-    made = {call.chain.first.x for call in calls}
-    made = made.union(*(one.hidden for one in whole.chains))  # whose leaves are hoisted
-    for key in [*(k for k in keys if k not in made), calls[0].source.key]:
+    computed = {call.chain.first.x for call in calls}
+    computed = computed.union(*(one.hidden for one in whole.chains))  # whose leaves are hoisted
+    for key in [*(k for k in keys if k not in computed), calls[0].source.key]:
         owner = owner_of(key)
         if not isinstance(key, Virtual) and owner.op != "get_attr" and position[owner] >= places[0]:
             return None
@@ -104,10 +104,10 @@ class SharedU(KernelRule):
     def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
         """Check that every reader is the second product of a chain."""
         twins: list[Key] = candidate
-        found = [_chain_at(graph, user, twins) for user in _readers(graph, twins)]
-        chains = [chain for chain in found if chain is not None and chain.is_plain]
+        chains_read = [_chain_at(graph, user, twins) for user in _readers(graph, twins)]
+        chains = [chain for chain in chains_read if chain is not None and chain.is_plain]
         calls = [Call.of_chain(graph, chain) for chain in chains if chain.addend is None]
-        if len(calls) < len(found):
+        if len(calls) < len(chains_read):
             return None
         if any(one.chain.ways != calls[0].chain.ways or one.chain.middle for one in calls):
             return None
@@ -123,8 +123,8 @@ def _readers(c: Canonical, twins: list[Key]) -> list[fx.Node]:
 
 
 def _chain_at(c: Canonical, user: fx.Node, firsts: list[Key]) -> Chain | None:
-    walk, made = trace_end(c, user)
-    chain = read_chain(c, walk.key, made) if isinstance(made, Product) else None
+    walk, form = trace_end(c, user)
+    chain = read_chain(c, walk.key, form) if isinstance(form, Product) else None
     if not isinstance(chain, Chain) or chain.first.key not in firsts:
         return None
     return ended(c, chain, walk, user)
