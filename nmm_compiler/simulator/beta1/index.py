@@ -1,7 +1,7 @@
 """Index expressions of Beta 1, `nl.arange` and `nl.mgrid`, and the masks made of them.
 
 Both are NumPy arrays: an `Index` of positions, a `Mask` of where its comparisons hold. So NumPy
-broadcasts, adds and compares them. A strided view needs an index that is affine in the places
+broadcasts, adds, cuts and compares them. A strided view needs an index that is affine in the places
 (i0, i1, ...) of its own shape, const + sum(steps[k] * i_k), and an instruction needs a mask that is
 a box. `affine` and `box_of` find either in the array, and refuse an array that has none.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -20,9 +20,11 @@ from nmm_compiler.simulator.machine import current
 from nmm_compiler.simulator.tensors.registers import whole
 
 Shape = tuple[int, ...]
-Box = tuple[tuple[int, int], ...]
-Part = Box | bool
-"""The part of a tile inside a mask: (start, stop) per axis, True for all, False for nothing."""
+Affine = tuple[int, Shape]
+"""(const, steps) of an index."""
+Box = tuple[range, ...]
+Part = Box | None
+"""The part of a tile inside a mask: the places of each axis, None for all, () for nothing."""
 _OPERATORS = {"add": "+", "subtract": "-", "negative": "-", "multiply": "*", "floor_divide": "//",
               "remainder": "%"}  # fmt: skip
 _OPPOSITE = {
@@ -51,41 +53,16 @@ def full_key(key: Any, rank: int) -> list[Any]:
     return keys[:at] + [slice(None)] * missing + keys[at + 1 :]
 
 
-class Affine(NamedTuple):
-    """const + sum(steps[k] * i_k) for i in `shape`; an axis of size 1 has step 0.
+def whole_box(shape: Shape) -> Box:
+    """Return the box that is all of a tile."""
+    return tuple(map(range, shape))
 
-    tile: run-time numbers that are added, a tile of one element, or of one for each row.
-    """
 
-    shape: Shape
-    const: int
-    steps: Shape
-    tile: Any = None
-
-    def aligned(self, rank: int) -> Affine:
-        """Return it with leading axes of size 1 up to `rank`."""
-        more = rank - len(self.shape)
-        return Affine((1,) * more + self.shape, self.const, (0,) * more + self.steps)
-
-    def part(self, shape: Shape, box: Part) -> Affine:
-        """Return it over a box of a tile of `shape`, whose axes it has."""
-        if not isinstance(box, tuple):
-            return Affine(shape, self.const, self.steps)
-        start = self.const + sum(a * s for (a, _), s in zip(box, self.steps, strict=True))
-        return Affine(tuple(b - a for a, b in box), start, self.steps)
-
-    def bounds(self) -> tuple[int, int]:
-        """Return the least and the largest value."""
-        ends = [(size - 1) * step for size, step in zip(self.shape, self.steps, strict=True)]
-        return (
-            self.const + sum(end for end in ends if end < 0),
-            self.const + sum(end for end in ends if end > 0),
-        )
-
-    def leaves(self, size: int) -> bool:
-        """Return whether some value is no place in a dimension of this size."""
-        low, high = self.bounds()
-        return low < 0 or high >= size
+def bounds(line: Affine, box: Box) -> tuple[int, int]:
+    """Return the least and the largest value of an affine index in a box."""
+    const, steps = line
+    ends = [(step * axis[0], step * axis[-1]) for step, axis in zip(steps, box, strict=True)]
+    return const + sum(map(min, ends)), const + sum(map(max, ends))
 
 
 def common_shape(*shapes: Shape) -> Shape:
@@ -145,9 +122,9 @@ class Index(_Lazy):
     """The positions that an index expression takes."""
 
     def __repr__(self) -> str:
-        line = affine(self)
-        terms = [str(line.const), *(f"{step} * i{k}" for k, step in enumerate(line.steps) if step)]
-        return f"Index({' + '.join(terms)} for {line.shape})"
+        const, steps = affine(self)
+        terms = [str(const), *(f"{step} * i{k}" for k, step in enumerate(steps) if step)]
+        return f"Index({' + '.join(terms)} for {self.shape})"
 
     def expand_dims(self, axis: int) -> Any:
         """Return the expression with an axis of size 1 at `axis`."""
@@ -178,34 +155,32 @@ def _varying(array: _Lazy) -> np.ndarray:
 
 
 def affine(index: np.ndarray) -> Affine:
-    """Return an index as a function of its places."""
+    """Return an index as a function of its places; it has no step along an axis of size 1."""
     values, origin = index.view(np.ndarray), (0,) * index.ndim
     const = int(values[origin])
-    steps = [
+    steps = (
         int(values[*origin[:axis], 1, *origin[axis + 1 :]]) - const if size > 1 and step else 0
         for axis, (size, step) in enumerate(zip(values.shape, values.strides, strict=True))
-    ]
-    return Affine(values.shape, const, tuple(steps))
+    )
+    return const, tuple(steps)
 
 
 def _is_affine(index: Index) -> bool:
     """Return whether an index is an integer and affine in its places."""
     values = _varying(index)
-    found = affine(values)
+    const, steps = affine(values)
     lines = np.ogrid[tuple(slice(size) for size in values.shape)]
-    steps = sum((s * line for s, line in zip(found.steps, lines, strict=True)), found.const)
-    return index.dtype.kind == "i" and bool((values == steps).all())
+    found = sum((s * line for s, line in zip(steps, lines, strict=True)), const)
+    return index.dtype.kind == "i" and bool((values == found).all())
 
 
 def box_of(mask: Any, shape: Shape) -> Part:
-    """Return the part of a tile of `shape` in a mask argument, which may be a box already.
+    """Return the part of a tile of `shape` in a mask argument.
 
     Raises UnsupportedInstructionError for a region that is no box.
     """
     if mask is None or isinstance(mask, (bool, np.bool_)):
-        return mask is None or bool(mask)
-    if isinstance(mask, tuple):
-        return mask
+        return None if mask is None or mask else ()
     need(
         isinstance(mask, Mask),
         f"mask={type(mask).__name__}; a mask is a comparison of nl.arange expressions (and `&`)",
@@ -219,7 +194,7 @@ def box_of(mask: Any, shape: Shape) -> Part:
     )
     places = np.argwhere(holds)
     if len(places) in (0, holds.size):
-        return len(places) > 0
+        return None if len(places) else ()
     # the axes of a mask are those of the tile; what is left out is a block of size 1, or free
     sizes = (*holds.shape, *(1,) * (len(shape) - holds.ndim))
     need(
@@ -227,25 +202,36 @@ def box_of(mask: Any, shape: Shape) -> Part:
         f"a mask of shape {mask.shape} for a tile of shape {shape}",
         Unsupported,
     )
-    starts, stops = places.min(axis=0).tolist(), (places.max(axis=0) + 1).tolist()
-    spans = list(zip(starts, stops, strict=True))
+    spans = [*map(range, places.min(axis=0).tolist(), (places.max(axis=0) + 1).tolist())]
     need(
-        math.prod(stop - start for start, stop in spans) == len(places),
+        math.prod(map(len, spans)) == len(places),
         f"a mask over {sum(size > 1 for size in sizes)} axes at once, which is no box; "
         "compare one index at a time, or use nisa.affine_select",
         Unsupported,
     )
     return tuple(
-        (0, m) if n == 1 else spans[d] for d, (n, m) in enumerate(zip(sizes, shape, strict=False))
+        range(m) if n == 1 else spans[d] for d, (n, m) in enumerate(zip(sizes, shape, strict=False))
     )
 
 
 def common_part(a: Part, b: Part) -> Part:
     """Return what two parts of one tile have in common."""
-    if isinstance(a, bool) or isinstance(b, bool):
-        return (b if a else False) if isinstance(a, bool) else (a if b else False)
-    both = tuple((max(m[0], n[0]), min(m[1], n[1])) for m, n in zip(a, b, strict=True))
-    return both if all(start < stop for start, stop in both) else False
+    if a is None or b is None:
+        return b if a is None else a
+    both = tuple(
+        range(max(m.start, n.start), min(m.stop, n.stop)) for m, n in zip(a, b, strict=False)
+    )
+    return both if all(both) else ()
+
+
+def carried(part: Part, over: Shape, shape: Shape) -> Part:
+    """Return the part of a result for that of its operands `over`; other dimensions are whole."""
+    if not part:
+        return part
+    every = whole_box(shape)
+    rows = part[:1] if shape[0] == over[0] else every[:1]
+    free = part[1:] if shape[1:] == over[1:] else every[1:]
+    return (*rows, *free)
 
 
 def arange(start: Any, stop: Any = None, step: Any = None) -> Index:

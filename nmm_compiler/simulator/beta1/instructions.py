@@ -12,7 +12,6 @@ the same partition, and a tile of more dimensions than an instruction walks.
 
 from __future__ import annotations
 
-import ast
 import functools
 import inspect
 import math
@@ -23,16 +22,17 @@ import numpy as np
 
 from nmm_compiler.errors import KernelArgumentError, OperandError, UnsupportedInstructionError
 from nmm_compiler.simulator.beta1.index import (
-    Affine,
     Index,
     Mask,
     Part,
     Shape,
     affine,
     box_of,
+    carried,
     common_part,
     fail,
     need,
+    whole_box,
 )
 from nmm_compiler.simulator.beta1.table import ISA_ENUMS, ISA_VALUES, REFUSED, UNDOCUMENTED, beta_1
 from nmm_compiler.simulator.beta1.tensor import (
@@ -114,7 +114,7 @@ def tensor(name: str, role: str, value: Any) -> Tensor:
 def tensor_anywhere(name: str, role: str, value: Any) -> Tensor:
     """Return `value` as a tensor in any memory."""
     match value:
-        case Tensor(part=True):
+        case Tensor(part=None):
             return value
         case Tensor():
             what = (
@@ -143,9 +143,9 @@ def in_sbuf(view: NkiTensor) -> NkiTensor:
 
 def rows_of(box: Part, tile: Tensor) -> Part:
     """Return the part of a tile in the partitions of a box, all of it if it has fewer."""
-    if not isinstance(box, tuple) or tile.shape[0] < box[0][1]:
-        return True
-    return (box[0], *((0, size) for size in tile.shape[1:]))
+    if not box or tile.shape[0] < box[0].stop:
+        return None
+    return (box[0], *whole_box(tile.shape[1:]))
 
 
 def _in_parts(issue: Body, dst: NkiTensor, **given: Any) -> None:
@@ -255,15 +255,19 @@ def by_row(name: str, row: Any, issue: Body, rule: str, given: Arguments) -> Any
     if rule not in ("", "exact"):
         kind = kind_of(rule)
 
+    box = box_of(mask, over)
     return result(
         shape, kind_of(dtype, kind),
-        lambda dst, part: issue(dst, **_views(name, row, given, role, over, part)),
-        mask=mask, over=over, only=row.writes[row.first],
+        lambda dst: issue(dst, **_views(name, row, given, role, over, box)),
+        carried(box, over, shape), only=row.writes[row.first],
         exact=rule == "exact" and dtype is None,
     )  # fmt: skip
 
 
 # Instructions whose arguments or results differ
+
+
+_NO_MASK = " with a mask; index the part that is meant"
 
 
 def _reduced(
@@ -278,28 +282,29 @@ def _reduced(
         f"{name}: axis {listed} of a tile {data.shape}; reduce free axes, 1 to {rank - 1} "
         "(partitions: nisa.tensor_partition_reduce)",
     )
-    shape = reduced_shape(data.shape, axes, keepdims)
+    shape, box = reduced_shape(data.shape, axes, keepdims), box_of(mask, data.shape)
 
-    def issue(dst: NkiTensor, part: Part) -> None:
+    def issue(dst: NkiTensor) -> None:
         """An instruction reduces the last axes of its operand."""
-        view = data.tile(part).permute([*(d for d in range(rank) if d not in axes), *axes])
+        view = data.tile(box).permute([*(d for d in range(rank) if d not in axes), *axes])
         places = tuple(range(rank - len(axes), rank))
         ISSUE["tensor_reduce"](dst, data=view, axis=places, keepdims=keepdims, **given)
 
-    return result(shape, kind_of(dtype, data.kind), issue, mask=mask, over=data.shape)
+    return result(shape, kind_of(dtype, data.kind), issue, carried(box, data.shape, shape))
 
 
 def _gathered(
-    name: str, src_buffer: Any, index: Any, num_elem_per_idx: Any, num_valid_indices: Any
+    name: str, src_buffer: Any, index: Any, num_elem_per_idx: Any, num_valid_indices: Any, mask: Any
 ) -> Tensor:
     """Return (partitions, indices, elements): local_gather."""
     data, places = tensor(name, "src_buffer", src_buffer), tensor(name, "index", index)
+    need(box_of(mask, data.shape) is None, f"{name}{_NO_MASK}", UnsupportedInstructionError)
     width, count = int(num_elem_per_idx), num_valid_indices
     count = math.prod(places.shape[1:]) * 16 if count is None else int(count)
     shape = (data.shape[0], count) if width == 1 else (data.shape[0], count, width)
     return result(
         shape, data.kind,
-        lambda dst, part: ISSUE["local_gather"](
+        lambda dst: ISSUE["local_gather"](
             dst, data.tile(), places.tile(), num_elem_per_idx, num_valid_indices
         ),
         only=("sbuf",), exact=True,
@@ -331,7 +336,7 @@ def product(
     if perf_mode is not None:
         first, flags["perf_mode"] = 2, matmul_perf_mode.double_row
     for role, operand in (("stationary", stationary), ("moving", moving)):
-        if not isinstance(operand, Tensor) or operand.part is True:
+        if not isinstance(operand, Tensor) or operand.part is None:
             tensor(name, role, operand)
     left, right = stationary, moving
     shape = (math.prod(left.shape[first:]), *right.shape[first:])
@@ -339,38 +344,37 @@ def product(
     left_part, right_part, box = _matmul_parts(left, right, box_of(mask, shape), first)
     machine = current()
 
-    def add(dst: NkiTensor, _: Part, **how: Any) -> None:
+    def add(dst: NkiTensor, **how: Any) -> None:
         a, b = in_sbuf(left.tile(left_part)), in_sbuf(right.tile(right_part))
         if turned:
             machine.trace.awaited.add(b.storage.identity)
         ISSUE["nc_matmul"](dst, a, b, **flags, **how)
 
-    def sum_into(dst: NkiTensor, part: Part) -> None:
+    def sum_into(dst: NkiTensor) -> None:
         if machine.data and dst.missing() is not None:
             machine.warn(
                 f"{dst.name!r} += nc_matmul: nothing has written the sum, which nl.ndarray leaves "
                 "undefined; begin with nl.zeros, or with ="
             )
-        add(dst, part)
+        add(dst)
 
     issue = functools.partial(add, accumulate=False)
-    return result(shape, kind, issue, mask=box, only=("psum",), exact=True, update=sum_into)
+    return result(shape, kind, issue, box, only=("psum",), exact=True, update=sum_into)
 
 
 def _matmul_parts(left: Tensor, right: Tensor, box: Part, first: int) -> tuple[Part, Part, Part]:
     """Return the parts of stationary and moving, and that of the result, that masks leave."""
     parts = left.part, right.part, box
-    if parts == (True, True, True):
+    if parts == (None, None, None):
         return parts
     need(
         len(left.shape) == first + 1,
         f"a mask over the columns of {left!r}; index it with {first + 1} dimensions",
     )
-    a, b = (m.part if isinstance(m.part, tuple) else tuple((0, size) for size in m.shape)
-            for m in (left, right))  # fmt: skip
+    a, b = (m.part or whole_box(m.shape) for m in (left, right))
     rows, columns = common_part(a[:first], b[:first]), common_part((*a[first:], *b[first:]), box)
-    if False in parts or not isinstance(rows, tuple) or not isinstance(columns, tuple):
-        return False, False, False
+    if () in parts or not rows or not columns:
+        return (), (), ()
     return (*rows, columns[0]), (*rows, *columns[1:]), columns
 
 
@@ -385,13 +389,13 @@ def transposed(name: str, data: Any, engine: Any, dtype: Any = None, mask: Any =
         f"{name}: {data!r} has more than 2 dimensions (err_exceed_max_supported_dimension)",
     )
     box = box_of(mask, data.shape)
-    cut = [b - a for a, b in box] if isinstance(box, tuple) else data.shape
+    cut = tuple(map(len, box)) if box else data.shape
     on_vector = engine is engines.vector or (
         engine is not engines.tensor and data.memory == "psum" and max(cut) <= 32
     )
 
-    def issue(dst: NkiTensor, part: Part) -> None:
-        view = data.tile(part) if on_vector else in_sbuf(data.tile(part))
+    def issue(dst: NkiTensor) -> None:
+        view = data.tile(box) if on_vector else in_sbuf(data.tile(box))
         if on_vector:
             through(dst, view.dtype, sbuf, ISSUE["nc_transpose"], view, engines.vector)
         elif dst.dtype == view.dtype:
@@ -404,9 +408,8 @@ def transposed(name: str, data: Any, engine: Any, dtype: Any = None, mask: Any =
             through(dst, dtypes.float32, psum, issue_product, view, one)
 
     return result(
-        (math.prod(data.shape[1:]), data.shape[0]), kind_of(dtype, data.kind), issue, mask=box,
-        over=data.shape, turned=True,
-        only=("sbuf", "psum") if on_vector else ("psum",), exact=dtype is None,
+        (math.prod(data.shape[1:]), data.shape[0]), kind_of(dtype, data.kind), issue,
+        box and box[1::-1], only=("sbuf", "psum") if on_vector else ("psum",), exact=dtype is None,
     )  # fmt: skip
 
 
@@ -423,13 +426,14 @@ def turned_by_dma(dst: NkiTensor, view: NkiTensor, axes: Any) -> None:
     through(dst, view.dtype, sbuf, ISSUE["dma_transpose"], view, axes)
 
 
-def _dma_transposed(name: str, src: Any, axes: Any, dtype: Any) -> Tensor:
+def _dma_transposed(name: str, src: Any, axes: Any, dtype: Any, mask: Any) -> Tensor:
     source = tensor_anywhere(name, "src", src)
+    need(box_of(mask, source.shape) is None, f"{name}{_NO_MASK}", UnsupportedInstructionError)
     order = TURNED.get(len(source.shape), (1, 0))
     axes = axes if axes is None else tuple(axes)
     return result(
         tuple(source.shape[a] for a in order), kind_of(dtype, source.kind),
-        lambda dst, part: turned_by_dma(dst, source.tile(), axes),
+        lambda dst: turned_by_dma(dst, source.tile(), axes),
         only=("sbuf",), exact=dtype is None,
     )  # fmt: skip
 
@@ -452,10 +456,12 @@ def dma_copied(
     write(target, box, issue)
 
 
-def _pattern(line: Affine) -> tuple[list[list[int]], int, int]:
-    """Return (pattern, offset, channel multiplier) of an affine index."""
-    pattern = [[step, size] for step, size in zip(line.steps[1:], line.shape[1:], strict=True)]
-    return pattern, line.const, line.steps[0]
+def _pattern(index: np.ndarray, box: Part) -> tuple[list[list[int]], int, int]:
+    """Return (pattern, offset, channel multiplier) of an affine index inside a mask."""
+    index = index[np.ix_(*box)] if box else index
+    const, (rows, *steps) = affine(index)
+    pattern = [[step, size] for step, size in zip(steps, index.shape[1:], strict=True)]
+    return pattern, const, rows
 
 
 def _selected(
@@ -469,89 +475,72 @@ def _selected(
     )
     ((op, left, right),) = pred.terms
     rank = max(len(tile.shape), pred.ndim)
-    line = affine(left - right).aligned(rank)
+    over, wanted = ((1,) * (rank - len(shape)) + shape for shape in (pred.shape, tile.shape))
     need(
-        line.shape == (1,) * (rank - len(tile.shape)) + tile.shape,
+        over == wanted,
         f"{name}: pred has shape {pred.shape}, on_true_tile {tile.shape}; they must have "
         "the same shape, so let pred name every axis: + 0 * nl.arange(n)[None, :]",
     )
-    over = Affine(tile.shape, line.const, line.steps[rank - len(tile.shape) :])
-    fill = as_number(on_false_value)
+    line = np.asarray(left - right).reshape(tile.shape)
+    fill, box = as_number(on_false_value), box_of(mask, tile.shape)
 
-    def issue(dst: NkiTensor, part: Part) -> None:
-        view = in_sbuf(tile.tile(part))
-        pattern, offset, multiplier = _pattern(over.part(tile.shape, part))
+    def issue(dst: NkiTensor) -> None:
+        view = in_sbuf(tile.tile(box))
+        pattern, offset, multiplier = _pattern(line, box)
         ISSUE["affine_select"](
             dst, pattern, multiplier, view, fill, cmp_op=LANGUAGE[op], offset=offset
         )
 
-    return result(tile.shape, kind_of(dtype, tile.kind), issue, mask=mask, only=("sbuf",))
+    return result(tile.shape, kind_of(dtype, tile.kind), issue, box, only=("sbuf",))
 
 
-def _expression(name: str, expr: Any, dtype: Any) -> Tensor:
+def _expression(name: str, expr: Any, dtype: Any, mask: Any) -> Tensor:
     """Return the values of an index expression: iota."""
     number = as_number(expr)
     need(
         number is not None or (isinstance(expr, Index) and expr.ndim > 1),
         f"{name}: expr is {expr!r}; pass an index expression of two or more axes",
     )
-    line = affine(expr) if number is None else Affine((1, 1), int(number), (0, 0))
+    line = np.asarray(expr) if number is None else np.full((1, 1), int(number))
+    box = box_of(mask, line.shape)
     return result(
-        line.shape, kind_of(dtype),
-        lambda dst, part: ISSUE["iota"](dst, *_pattern(line)), only=("sbuf",),
+        line.shape, kind_of(dtype), lambda dst: ISSUE["iota"](dst, *_pattern(line, box)), box,
+        only=("sbuf",),
     )  # fmt: skip
 
 
-def filled(name: str, shape: Any, value: Any, dtype: Any, **given: Any) -> Tensor:
+def filled(name: str, shape: Any, value: Any, dtype: Any, mask: Any = None, **given: Any) -> Tensor:
     """Return a tile of a constant: memset."""
     kind, sizes = kind_of(dtype), tuple(map(int, shape))
+    sizes = sizes if len(sizes) > 1 else (*sizes, 1)
     return result(
-        sizes if len(sizes) > 1 else (*sizes, 1), kind,
-        lambda dst, part: ISSUE["memset"](dst, in_kind(as_number(value), kind), **given),
+        sizes, kind, lambda dst: ISSUE["memset"](dst, in_kind(as_number(value), kind), **given),
+        box_of(mask, sizes),
     )  # fmt: skip
-
-
-def _unmasked(body: Body) -> Body:
-    """Return the body of an instruction that supports no mask."""
-
-    def call(name: str, mask: Any = None, **given: Any) -> Any:
-        says = f"{name} with a mask; index the part that is meant"
-        need(mask is None or mask is True, says, UnsupportedInstructionError)
-        return body(name, **given)
-
-    return call
 
 
 _OWN: dict[str, Body] = {
-    "tensor_reduce": _reduced, "local_gather": _unmasked(_gathered), "nc_matmul": product,
-    "nc_transpose": transposed, "dma_transpose": _unmasked(_dma_transposed), "dma_copy": dma_copied,
-    "affine_select": _selected, "iota": _unmasked(_expression),
-    "memset": _unmasked(filled),
+    "tensor_reduce": _reduced, "local_gather": _gathered, "nc_matmul": product,
+    "nc_transpose": transposed, "dma_transpose": _dma_transposed, "dma_copy": dma_copied,
+    "affine_select": _selected, "iota": _expression, "memset": filled,
 }  # fmt: skip
 
 
 # The functions of the module
 
 
-_DEFAULTS = {**current_isa.CONSTANTS, **LANGUAGE, "None": None, "bool": dtypes.bool_}
-"""What the defaults of parameters are looked up in."""
-
-
-def _default(text: str | None) -> Any:
-    if text is None:
-        return inspect.Parameter.empty
-    owner, *members = text.split(".")
-    if owner in _DEFAULTS:
-        return functools.reduce(getattr, members, _DEFAULTS[owner])
-    return ast.literal_eval(text)
+_DEFAULTS = {**current_isa.CONSTANTS, **LANGUAGE, "bool": dtypes.bool_}
+"""The names in the table's defaults of parameters."""
 
 
 def documented(name: str, function: Function, body: Body) -> Body:
     """Return a function of the table that passes its arguments by name, with their defaults."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    signature = inspect.Signature(
-        [inspect.Parameter(p, kind, default=_default(d)) for p, d in function.parameters.items()]
-    )
+    signature = inspect.Signature([
+        inspect.Parameter(p, kind, default=inspect.Parameter.empty if text is None
+                          else eval(text, _DEFAULTS))  # noqa: S307 - of our own table
+        for p, text in function.parameters.items()
+    ])  # fmt: skip
 
     def call(*args: Any, **kwargs: Any) -> Any:
         for undocumented in UNDOCUMENTED if "buffer" in signature.parameters else ():

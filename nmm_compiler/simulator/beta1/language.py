@@ -18,7 +18,7 @@ import numpy as np
 
 from nmm_compiler.errors import UnsupportedInstructionError
 from nmm_compiler.simulator.beta1 import instructions
-from nmm_compiler.simulator.beta1.index import Index, Part, affine, arange, box_of, mgrid, need
+from nmm_compiler.simulator.beta1.index import Index, arange, box_of, mgrid, need
 from nmm_compiler.simulator.beta1.instructions import (
     ISSUE,
     Body,
@@ -37,6 +37,7 @@ from nmm_compiler.simulator.beta1.instructions import (
 )
 from nmm_compiler.simulator.beta1.tensor import (
     Blocks,
+    Chosen,
     Tensor,
     alike,
     as_number,
@@ -179,9 +180,10 @@ def _hbm(name: str, role: str, value: Any) -> Tensor:
 def load(src: Any, *, mask: Any = None, dtype: Any = None) -> Tensor:
     """Return a tile in SBUF with the values of an HBM tensor; the masked part is left out."""
     source = _hbm("nl.load", "src", src)
+    box = box_of(mask, source.shape)
     return result(
         source.shape, kind_of(dtype, source.kind),
-        lambda dst, part: ISSUE["dma_copy"](dst, source.tile(part)), mask=mask,
+        lambda dst: ISSUE["dma_copy"](dst, source.tile(box)), box,
         only=("sbuf",), exact=dtype is None,
     )  # fmt: skip
 
@@ -192,12 +194,12 @@ def store(dst: Any, value: Any, *, mask: Any = None) -> None:
     target, number = _hbm("nl.store", "dst", dst), as_number(value)
     session().flush()
     box = box_of(mask, target.shape)
-    if box is False:
+    if box == ():
         return
     if number is not None:
         value = filled("nl.store", target.shape, number, target.kind)
     source = tensor("nl.store", "value", value)
-    flat = box is True and math.prod(source.shape) == math.prod(target.shape)
+    flat = box is None and math.prod(source.shape) == math.prod(target.shape)
     view = source.tile() if flat else stretched(source, target.shape, "nl.store", box)
     ISSUE["dma_copy"](written(target, box), in_sbuf(view))
 
@@ -211,15 +213,16 @@ def load_transpose2d(src: Any, *, mask: Any = None, dtype: Any = None) -> Tensor
     """
     source = _hbm("nl.load_transpose2d", "src", src)
     need(
-        len(src.shape) == 2 and source.tile(False).indirection is None,
+        len(src.shape) == 2 and source.made().indirection is None,
         f"nl.load_transpose2d of {src!r}; it takes 2-D tensors without run-time indices",
     )
+    box = box_of(mask, source.shape)
     by_dma = current().target.dma_transposes and source.kind.item_bytes == 2
     turn = functools.partial(turned_by_dma, axes=(1, 0)) if by_dma else _turned_by_products
     return result(
         (source.shape[1], source.shape[0]), kind_of(dtype, source.kind),
-        lambda dst, part: turn(dst, source.tile(part)), mask=mask,
-        over=source.shape, turned=True, only=("sbuf",), exact=dtype is None,
+        lambda dst: turn(dst, source.tile(box)), box and box[::-1], only=("sbuf",),
+        exact=dtype is None,
     )  # fmt: skip
 
 
@@ -258,7 +261,7 @@ def _binary(short: str) -> Body:
         tensor(name, "x", tile)
         number = as_number(other)
         if isinstance(other, Index) and short == "add" and math.prod(tile.shape) == 1:
-            return affine(other)._replace(tile=tile)
+            return Chosen(other, tile)
         if number is not None:
             kind = kind_of(dtype, promote(tile.kind, kind_of_number(other)))
             return elementwise(
@@ -314,22 +317,21 @@ def _composite(short: str) -> Body:
         session().flush()
         shape = next((v.shape for v in given.values() if isinstance(v, Tensor)), ())
         box = box_of(mask, shape)
-        if box is False:
-            return result(shape, dtypes.float32, lambda dst, part: None, mask=False)
+        if box == ():
+            return result(shape, dtypes.float32, None, box)
         if short == "softmax":
             given.pop("compute_dtype")
         for role, value in given.items():
             if isinstance(value, Tensor):
-                given[role] = value.tile(box if value.shape == shape else True)
+                given[role] = value.tile(box if value.shape == shape else None)
         made = current_function(**given)
         if made is None:
             return None
-        if box is True or made.shape != tuple(b - a for a, b in box):
+        if not box or made.shape != tuple(map(len, box)):
             return Tensor(made)
         return result(
-            shape, made.dtype, lambda dst, part: ISSUE["tensor_copy"](dst, made), mask=box,
-            exact=True,
-        )  # fmt: skip
+            shape, made.dtype, lambda dst: ISSUE["tensor_copy"](dst, made), box, exact=True
+        )
 
     return function
 
@@ -340,18 +342,19 @@ def _loop_reduce(
     """Return dst <op> x for the tile that it is assigned to; an unwritten tile takes x alone."""
     tile = tensor(name, "x", x)
 
-    def update(dst: NkiTensor, part: Part) -> None:
+    box = box_of(mask, tile.shape)
+
+    def update(dst: NkiTensor) -> None:
         storage, place = dst.storage, (dst.offset, dst.shape)
         begun = None if storage.allocation.first_index >= 0 else set[Any]()
         places = session().reductions.setdefault(storage.identity, begun)
         if places is None or place in places:
-            ISSUE["tensor_tensor"](dst, dst, tile.tile(part), op)
+            ISSUE["tensor_tensor"](dst, dst, tile.tile(box), op)
         else:
-            ISSUE["tensor_copy"](dst, tile.tile(part))
+            ISSUE["tensor_copy"](dst, tile.tile(box))
             places.add(place)
 
-    kind = kind_of(dtype, tile.kind)
-    return result(tile.shape, kind, None, mask=mask, exact=True, update=update)
+    return result(tile.shape, kind_of(dtype, tile.kind), None, box, exact=True, update=update)
 
 
 def _static_cast(name: str, input_data: Any, dtype: Any) -> Any:

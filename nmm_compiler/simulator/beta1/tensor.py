@@ -16,7 +16,7 @@ import math
 import weakref
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -33,6 +33,7 @@ from nmm_compiler.simulator.beta1.index import (
     Part,
     Shape,
     affine,
+    bounds,
     box_of,
     common_part,
     common_shape,
@@ -40,11 +41,12 @@ from nmm_compiler.simulator.beta1.index import (
     full_key,
     mgrid,
     need,
+    whole_box,
 )
 from nmm_compiler.simulator.isa.elementwise import memset, tensor_copy
 from nmm_compiler.simulator.isa.operands import same_view
 from nmm_compiler.simulator.language.base import ndarray, psum, sbuf
-from nmm_compiler.simulator.language.functions import broadcast_to, result_of
+from nmm_compiler.simulator.language.functions import broadcast_to, result_of, stretch
 from nmm_compiler.simulator.machine import current, kernel_frame, place_instructions
 from nmm_compiler.simulator.tensors.dtypes import DType, float32
 from nmm_compiler.simulator.tensors.elements import mark, poisoned_values
@@ -52,9 +54,7 @@ from nmm_compiler.simulator.tensors.registers import Indirection, whole
 from nmm_compiler.simulator.tensors.tensor import NkiTensor, kind_of
 
 Outside = tuple[tuple[int, int, Affine], ...]
-Issue = Callable[[NkiTensor, Part], Any]
-"""Issues an instruction that writes this view, from this part of its operands."""
-Written = Callable[[NkiTensor], Any]
+Issue = Callable[[NkiTensor], Any]
 """Issues an instruction that writes this view."""
 
 
@@ -86,8 +86,8 @@ class Pending:
 
     shape: Shape
     dtype: DType
-    issue: Written | None
-    update: Written | None
+    issue: Issue | None
+    update: Issue | None
     box: Part
     only: tuple[str, ...]
     exact: bool
@@ -151,7 +151,7 @@ class Tensor:
 
     held: Any
     outside: Outside = ()
-    part: Part = True
+    part: Part = None
     par = 0  # block dimensions before the partition dimension
 
     # Attributes that a kernel may read
@@ -162,7 +162,7 @@ class Tensor:
     dtype = property(lambda self: numpy_dtype(self.kind), doc="The NumPy dtype.")
     ndim = property(lambda self: len(self.shape), doc="Number of dimensions.")
     itemsize = property(attrgetter("kind.item_bytes"), doc="Bytes of one element.")
-    buffer = property(lambda self: self.tile(False).buffer, doc="The memory region.")
+    buffer = property(lambda self: self.made().buffer, doc="The memory region.")
     name = property(lambda self: getattr(self.held, "name", self.memory), doc="Its name.")
 
     def __repr__(self) -> str:
@@ -197,36 +197,41 @@ class Tensor:
             view, region = self.tile(), psum if self.memory == "psum" else sbuf
             self.become(Tensor(result_of(tensor_copy, view, view, buffer=region)))
 
-    def tile(self, box: Part = True) -> NkiTensor:
-        """Return the simulator's view of this tile, or of a box of it: (start, stop) per dimension.
-
-        Raises OutOfBoundsError for what leaves the tensor there; False asks for no check.
-        """
+    def made(self) -> NkiTensor:
+        """Return the simulator's view of this tile; a pending one gets its memory now."""
         if session().pending is self:
             session().flush()
-        view = self.held
-        if not isinstance(view, NkiTensor):
+        if not isinstance(self.held, NkiTensor):
             raise fail(
                 UnsupportedInstructionError,
                 f"{self!r} again after `+=`, which summed it in one instruction, so that it has no "
                 "memory; nl.copy it to a tile first, and add that",
             )
-        for dim, size, index in self.outside if box is not False else ():
-            low, high = index.part(self.shape, box).bounds()
+        return self.held
+
+    def tile(self, box: Part = None) -> NkiTensor:
+        """Return the simulator's view of this tile, or of a box of it.
+
+        Raises OutOfBoundsError for what leaves the tensor there.
+        """
+        view = self.made()
+        for dim, size, index in self.outside:
+            low, high = bounds(index, box or whole_box(self.shape))
             need(
                 low >= 0 and high < size,
                 f"index range [{low}, {high}] of dimension {dim} of tensor {self.name!r}, "
                 f"which has size {size} (err_tensor_access_out_of_bound); pass a mask",
                 OutOfBoundsError,
             )
-        if not isinstance(box, tuple):
+        if not box:
             return view
         chosen = view.indirection
         if chosen is not None and chosen.kind == "vector":
-            chosen = Indirection("vector", 0, chosen.index[slice(*box[0])], chosen.step)
-        offset = view.offset + sum(a * s for (a, _), s in zip(box, view.strides, strict=True))
-        sizes = (b - a for a, b in box)
-        return view.over(tuple(zip(sizes, view.strides, strict=True)), offset, chosen)
+            rows = slice(box[0].start, box[0].stop)
+            chosen = Indirection("vector", 0, chosen.index[rows], chosen.step)
+        starts = (axis.start * step for axis, step in zip(box, view.strides, strict=True))
+        dims = tuple(zip(map(len, box), view.strides, strict=True))
+        return view.over(dims, view.offset + sum(starts), chosen)
 
     # Indexing
 
@@ -245,29 +250,21 @@ class Tensor:
         keys = full_key(key, rank)
         given = [k for k in keys if k is not None]
         need(len(given) <= rank, f"{len(keys)} indices into {self!r}")
-        if any(isinstance(k, (Index, Tensor, Affine)) for k in keys):
+        if any(isinstance(k, (Index, Tensor, Chosen)) for k in keys):
             need(
                 not any(k is None or isinstance(k, slice) for k in keys),
                 "slices, or too few indices, beside index expressions in an index of "
                 f"{self!r} (err_unsupported_mixing_basic_advanced_tensor_indexing); give one "
                 "expression for each dimension",
             )
-            lines = [_line(self, k, dim) for dim, k in enumerate(keys)]
-            need(
-                max(len(line.shape) for line in lines) > 1,
-                f"a 1-D nl.arange as index of {self!r} (err_1d_arange_not_supported); add an "
-                "axis, nl.arange(n)[:, None], or use a slice",
-            )
-            return self._part(lines)
+            return self._part(keys)
         if all(k.__class__ is slice and k == slice(None) for k in keys):
-            self.tile(False)
-            return Tensor(self.held, self.outside)
+            return Tensor(self.made(), self.outside)
         spans = [_span(k, size) for k, size in zip(given, self.shape, strict=True)]
         if self.memory == "hbm" and any(map(_leaves, spans, self.shape)):
             # a mask has to cut it: each slice has an axis of its own
             axes = iter(mgrid[tuple(span for span in spans if isinstance(span, slice))])
-            given = [next(axes) if isinstance(span, slice) else span for span in spans]
-            return self._part([_line(self, k, dim) for dim, k in enumerate(given)])
+            return self._part([next(axes) if isinstance(s, slice) else s for s in spans])
         view, axis = self.tile()[tuple(given)], 0
         for k in keys:
             if k is None:
@@ -287,35 +284,46 @@ class Tensor:
         left = common_part(self.part, box_of(mask, self.shape))
         return dataclasses.replace(self, held=self.tile(), part=left)
 
-    def _part(self, lines: list[Affine]) -> Tensor:
+    def _part(self, keys: list[Any]) -> Tensor:
         """Return the view of an affine index per dimension, some with a run-time tile."""
         view = self.tile()  # an index of an index: the first has to be inside
         choice, on_chip = view.indirection, self.memory != "hbm"
-        for dim, line in enumerate(lines):
-            if line.tile is not None:
-                choice = _chosen(self, dim, line.tile, choice)
-        shape = common_shape(*(line.shape for line in lines))
-        lines = [line.aligned(len(shape)) for line in lines]
-        rows, *others = (line.steps for line in lines)
+        lines: list[np.ndarray] = []
+        for dim, key in enumerate(keys):
+            if isinstance(key, Tensor):
+                key = Chosen(np.zeros((key.shape[0], 1), np.int64), key)
+            if isinstance(key, Chosen):
+                choice, key = _chosen(self, dim, key.tile, choice), key.base
+            if not isinstance(key, np.ndarray):
+                key = np.asarray(_number(self, key, dim))
+            lines.append(key)
+        shape = common_shape(*map(np.shape, lines))
+        need(
+            len(shape) > 1,
+            f"a 1-D nl.arange as index of {self!r} (err_1d_arange_not_supported); add an "
+            "axis, nl.arange(n)[:, None], or use a slice",
+        )
+        forms = [affine(np.broadcast_to(line, shape)) for line in lines]
+        starts, (rows, *others) = zip(*forms, strict=True)
         need(
             not on_chip
             or (rows[0] in (0, 1) and not any(rows[1:]) and not any(free[0] for free in others)),
             f"an index of {self!r} whose first axis is not its partitions, in steps of 1; the "
             "first axis of an index has to be the partitions, and only that",
         )
-        steps = np.array([line.steps for line in lines], dtype=np.int64)
-        strides = tuple((np.array(view.strides) @ steps).tolist())
-        starts = [line.const * stride for line, stride in zip(lines, view.strides, strict=True)]
+        strides = tuple((np.array(view.strides) @ np.array([rows, *others])).tolist())
+        offset = view.offset + int(np.dot(starts, view.strides))
+        every = whole_box(shape)
         outside = tuple(
             (dim, size, line)
-            for dim, (line, size) in enumerate(zip(lines, view.shape, strict=True))
-            if line.leaves(size)
+            for dim, (line, size) in enumerate(zip(forms, view.shape, strict=True))
+            if not all(0 <= end < size for end in bounds(line, every))
         )
         if choice is not view.indirection:
             while len(shape) > 2 and shape[-1] == 1:
                 shape, strides = shape[:-1], strides[:-1]
         if choice is not None and choice.kind == "vector":
-            first_rows = lines[0].const == 0 and rows[0] == (shape[0] > 1) and not any(rows[1:])
+            first_rows = starts[0] == 0 and rows[0] == (shape[0] > 1) and not any(rows[1:])
             need(
                 not strides[0] and (first_rows or choice is not view.indirection),
                 f"an index of {self!r} with a partition index next to run-time rows, or over rows "
@@ -327,7 +335,7 @@ class Tensor:
             f"one partition of {self!r} for {shape[0]}; broadcast it with .broadcast_to(shape)",
         )
         dims = tuple(zip(shape, strides, strict=True))
-        return Tensor(view.over(dims, view.offset + sum(starts), choice), outside)
+        return Tensor(view.over(dims, offset, choice), outside)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self.separate()
@@ -371,6 +379,13 @@ class Tensor:
     __array_ufunc__ = None  # operators of NumPy scalars and index expressions leave it to these
 
 
+class Chosen(NamedTuple):
+    """An index, to which the run-time numbers of a tile are added: one, or one for each row."""
+
+    base: np.ndarray
+    tile: Tensor
+
+
 class Blocks(Tensor):
     """A tensor with block dimensions, which count tiles; each has storage of its own.
 
@@ -385,7 +400,7 @@ class Blocks(Tensor):
         super().__init__(tiles.flat[0].held)
         self.tiles = tiles
 
-    def tile(self, box: Part = True) -> NkiTensor:
+    def made(self) -> NkiTensor:
         """Refuse the use of several tiles as one."""
         raise fail(
             OperandError,
@@ -410,7 +425,7 @@ class Blocks(Tensor):
 
     def _block(self, dim: int, key: Any) -> int | slice:
         need(
-            not isinstance(key, Tensor) and not (isinstance(key, Index) and any(affine(key).steps)),
+            not isinstance(key, Tensor) and not (isinstance(key, Index) and any(affine(key)[1])),
             f"index {key!r} over block dimension {dim} of {self!r}; blocks are tiles of their "
             "own, choose one with an integer or a loop variable",
             UnsupportedInstructionError,
@@ -436,7 +451,7 @@ def _leaves(span: Any, size: int) -> bool:
 
 def _number(tensor: Tensor, key: Any, dim: int) -> int:
     """Return an integer index of a dimension; a negative one counts from the end."""
-    if isinstance(key, Index) and not any(affine(key).steps):
+    if isinstance(key, Index) and not any(affine(key)[1]):
         key = key.flat[0]
     number, size = whole(key), tensor.shape[dim]
     if number is None:
@@ -452,18 +467,6 @@ def _number(tensor: Tensor, key: Any, dim: int) -> int:
         OutOfBoundsError,
     )
     return int(number % size)
-
-
-def _line(tensor: Tensor, key: Any, dim: int) -> Affine:
-    """Return an index of a dimension as an affine one."""
-    match key:
-        case Affine():
-            return key
-        case Tensor():
-            return Affine((key.shape[0], 1), 0, (0, 0), key)
-        case Index():
-            return affine(key)
-    return Affine((), _number(tensor, key, dim), ())
 
 
 def _chosen(tensor: Tensor, dim: int, tile: Tensor, before: Indirection | None) -> Indirection:
@@ -494,37 +497,22 @@ def result(
     shape: Shape,
     kind: DType,
     issue: Issue | None,
+    box: Part = None,
     *,
-    mask: Any = None,
-    over: Shape | None = None,
-    turned: bool = False,
     only: tuple[str, ...] = ("sbuf", "psum"),
     exact: bool = False,
     update: Issue | None = None,
 ) -> Tensor:
     """Issue the pending tile; return a new pending tile of a shape and a dtype.
 
-    over: the shape that the mask is over, the result's unless given.
-    turned: the result is the transpose. A dimension that is another one is in no mask.
+    box: the part of it that is written.
     """
     now = session().flush()
-    over = shape if over is None else over
-    part = box = box_of(mask, over)
-    if isinstance(box, tuple):
-        every = tuple((0, size) for size in shape)
-        rows = box[:1] if shape[0] == over[0] else every[:1]
-        free = box[1:] if shape[1:] == over[1:] else every[1:]
-        box = (box[1], box[0]) if turned else (*rows, *free)
-
-    def of_the_part(one: Issue | None) -> Written | None:
-        return one and (lambda view: one(view, part))
-
-    parts = of_the_part(issue), of_the_part(update)
-    now.pending = Tensor(Pending(shape, kind, *parts, box, only, exact, kernel_frame()))
+    now.pending = Tensor(Pending(shape, kind, issue, update, box, only, exact, kernel_frame()))
     return now.pending
 
 
-def written(dst: Tensor, box: Part = True) -> NkiTensor:
+def written(dst: Tensor, box: Part = None) -> NkiTensor:
     """Return the view of a destination, and note that it is written."""
     now = session()
     dst.separate()
@@ -541,11 +529,11 @@ def written(dst: Tensor, box: Part = True) -> NkiTensor:
     return view
 
 
-def write(dst: Tensor, box: Part, issue: Written) -> None:
+def write(dst: Tensor, box: Part, issue: Issue) -> None:
     """Issue what writes a box of dst; what it leaves out of dst on chip stays undefined."""
-    if box is not False:
+    if box != ():
         issue(written(dst, box))
-    if box is True or dst.memory == "hbm" or dst.outside:
+    if box is None or dst.memory == "hbm" or dst.outside:
         return
     view = dst.tile()
     missing = view.missing()
@@ -570,7 +558,7 @@ def assign(dst: Tensor, value: Any) -> None:
             f"assignment of {type(value).__name__} to a part of {dst!r}; assign a tile or a number",
         )
         constant = in_kind(number, dst.kind)
-        value = result(dst.shape, dst.kind, lambda tile, part: memset(tile, constant))
+        value = result(dst.shape, dst.kind, lambda tile: memset(tile, constant))
     assert isinstance(value, Tensor)
     pending = value.held if now.pending is value else None
     if pending is not None and _fits(dst, value, pending):
@@ -589,8 +577,8 @@ def assign(dst: Tensor, value: Any) -> None:
         value.memory != "hbm",
         f"assignment of {value!r} in HBM (err_unsupported_memory); use nl.load first",
     )
-    box: Part = True
-    if pending is not None and (value.shape == dst.shape or pending.box is False):
+    box: Part = None
+    if pending is not None and (value.shape == dst.shape or pending.box == ()):
         box = pending.box
     write(
         dst, box,
@@ -606,7 +594,7 @@ def in_kind(number: Any, kind: DType) -> Any:
 def _fits(dst: Tensor, value: Tensor, pending: Pending) -> bool:
     """Return whether the instruction can write dst itself, with the same values."""
     reached = dst.memory in pending.only and not dst.par
-    whole = pending.box is True and alike(dst.shape, value.shape)
+    whole = pending.box is None and alike(dst.shape, value.shape)
     wider = value.kind == "float32" and dst.kind.kind == "float"
     same = pending.exact or dst.kind == value.kind or wider
     return reached and same and (whole or dst.shape == value.shape)
@@ -617,7 +605,7 @@ def alike(a: Shape, b: Shape) -> bool:
     return a[0] == b[0] and [s for s in a[1:] if s != 1] == [s for s in b[1:] if s != 1]
 
 
-def stretched(tile: Tensor, shape: Shape, what: str, box: Part = True) -> NkiTensor:
+def stretched(tile: Tensor, shape: Shape, what: str, box: Part = None) -> NkiTensor:
     """Return the operand as a view of `shape`, cut to `box`; dimensions of size 1 repeat."""
     if tile.shape == shape:
         return tile.tile(box)
@@ -631,10 +619,7 @@ def stretched(tile: Tensor, shape: Shape, what: str, box: Part = True) -> NkiTen
     )  # fmt: skip
     if view.shape[0] != shape[0] and tile.memory != "hbm":
         view = _spread(view, shape[0])
-    for d, want in enumerate(shape):
-        if view.shape[d] != want:
-            view = view.broadcast(d, want)
-    return Tensor(view).tile(box)
+    return Tensor(stretch(what, view, shape)).tile(box)
 
 
 def _spread(row: NkiTensor, partitions: int) -> NkiTensor:

@@ -80,7 +80,7 @@ def stretch(name: str, x: NkiTensor, shape: tuple[int, ...]) -> NkiTensor:
     """Return x as a view of `shape`: free dimensions of size 1 repeat."""
     for dim, (have, want) in enumerate(zip(x.shape, shape, strict=False)):
         if have != want:
-            free = have == 1 and dim > 0 and len(x.shape) == len(shape)
+            free = have == 1 and len(x.shape) == len(shape) and (dim > 0 or x.memory == "hbm")
             x.need(free, f"nl.{name}: shapes {x.shape} and {shape} do not broadcast")
             x = x.broadcast(dim, want)
     return x
