@@ -248,7 +248,7 @@ def _launch(
                 {k: dataclasses.replace(a) for k, a in machines[0].trace.allocations.items()}
             )
         ranks.append((machines, binder))
-        bodies += [functools.partial(_run, m, function, args, kwargs) for m in machines]
+        bodies += [functools.partial(_run, m, launched.run, args, kwargs) for m in machines]
     with contextlib.nullcontext() if data else collector_held_off():
         if count == 1:
             bodies[0]()

@@ -50,33 +50,6 @@ Function = Callable[..., Any]
 Grid = tuple[Dimension, ...]
 
 
-def _entry(function: Function, grid: Grid, checked: bool) -> Function:
-    """Return a kernel as the simulator calls it: with its own tensors, once per core."""
-
-    @functools.wraps(function)
-    def entry(*args: Any, **kwargs: Any) -> Any:
-        now, machine = session(), current()
-        given = inspect.signature(function).bind(*args, **kwargs)
-        for name, value in given.arguments.items() if checked else ():
-            annotation = given.signature.parameters[name].annotation
-            if isinstance(value, NkiTensor) and "mutable" not in str(annotation):
-                now.read_only[value.storage.identity] = name
-        tensors = _each(lambda v: Tensor(v) if isinstance(v, NkiTensor) else v, (args, kwargs))
-        returned: Any = None
-        machine.launch = tuple(map(len, grid))
-        every, core = itertools.product(*map(range, machine.launch)), machine.program_id
-        mine = [program for program in every if sum(map(getitem, grid, program)) == core]
-        for machine.program in mine:
-            # tensors in shared HBM are those of the program before on this core
-            machine.programs.sequence.pop((machine.place, "shared_hbm"), None)
-            returned = function(*tensors[0], **tensors[1])
-            now.flush()
-        with place_instructions(defined_at(function)):
-            return _each(lambda value: _unwrapped(value, now, len(mine)), returned)
-
-    return entry
-
-
 def _each(function: Callable[[Any], Any], value: Any) -> Any:
     """Return a value, or containers of values, with what a function makes of each value."""
     if type(value) in (tuple, list):
@@ -114,32 +87,51 @@ class Kernel(standins.JitKernel):
 
     def __init__(self, function: Any, launch: Grid = (), *, checked: bool = True) -> None:
         if isinstance(function, Kernel):  # of two decorators
-            function, launch, checked = function.plain, function.launch, function.checked
+            function, launch, checked = function.function, function.launch, function.checked
         spread = [max(dimension) + 1 for dimension in launch]  # over so many cores
         if sum(cores > 1 for cores in spread) > 1:
             sizes = tuple(map(len, launch))
             raise KernelArgumentError(
                 f"launch grid {sizes} spreads two dimensions over cores; one may"
             )
-        super().__init__(_entry(function, launch, checked), max(spread, default=1))
-        self.plain: Function = function
-        self.launch: Grid = launch
-        self.checked: bool = checked
+        super().__init__(function, max(spread, default=1))
+        self.launch, self.checked = launch, checked
 
     def __getitem__(self, grid: Any) -> Kernel:
         given = grid if type(grid) is tuple else (grid,)
         launch = tuple(d if isinstance(d, Dimension) else spmd_dim(d, 1) for d in given)
-        return type(self)(self.plain, launch, checked=self.checked)
+        return type(self)(self.function, launch, checked=self.checked)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the programs of a core, on tensors of this dialect."""
+        now, machine = session(), current()
+        given = inspect.signature(self.function).bind(*args, **kwargs)
+        for name, value in given.arguments.items() if self.checked else ():
+            annotation = given.signature.parameters[name].annotation
+            if isinstance(value, NkiTensor) and "mutable" not in str(annotation):
+                now.read_only[value.storage.identity] = name
+        tensors = _each(lambda v: Tensor(v) if isinstance(v, NkiTensor) else v, (args, kwargs))
+        returned: Any = None
+        machine.launch = tuple(map(len, self.launch))
+        every, core = itertools.product(*map(range, machine.launch)), machine.program_id
+        mine = [p for p in every if sum(map(getitem, self.launch, p)) == core]
+        for machine.program in mine:
+            # tensors in shared HBM are those of the program before on this core
+            machine.programs.sequence.pop((machine.place, "shared_hbm"), None)
+            returned = self.function(*tensors[0], **tensors[1])
+            now.flush()
+        with place_instructions(defined_at(self.function)):
+            return _each(lambda value: _unwrapped(value, now, len(mine)), returned)
 
     def inline(self, *args: Any, **kwargs: Any) -> Any:
         """Run inside a kernel."""
         need(
             not self.launch,
-            f"kernel {self.plain.__name__} with a launch grid inside another kernel "
+            f"kernel {self.function.__name__} with a launch grid inside another kernel "
             "(err_nested_kernel_with_spmd_grid); call it without one",
             UnsupportedInstructionError,
         )
-        return self.plain(*args, **kwargs)
+        return self.function(*args, **kwargs)
 
 
 class Benchmark(Kernel):

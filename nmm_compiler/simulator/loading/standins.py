@@ -50,10 +50,9 @@ class JitKernel:
     """The result of `@nki.jit`: callable inside a simulation, launchable with a grid."""
 
     def __init__(self, function: Callable[..., Any], grid: int = 1) -> None:
-        self.function = function
+        self.function = self.func = function
         self.grid = grid
         functools.update_wrapper(self, function, updated=())
-        self.func = function
 
     def __getitem__(self, grid: Any) -> JitKernel:
         sizes = grid if isinstance(grid, tuple) else (grid,)
@@ -63,9 +62,11 @@ class JitKernel:
         """Return the kernel with a launch grid; its own is that of a grid of 1."""
         return self if grid == 1 else self[grid]
 
-    def inline(self, *args: Any, **kwargs: Any) -> Any:
-        """Run inside a simulation."""
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run as a program of a simulation."""
         return self.function(*args, **kwargs)
+
+    inline = run  # inside of another kernel
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run: inline inside a simulation, else a simulation of its own."""
