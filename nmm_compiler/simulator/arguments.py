@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from nmm_compiler.errors import KernelArgumentError, nearest
-from nmm_compiler.simulator.language.base import input_tensor, private_hbm, shared_hbm
+from nmm_compiler.simulator.language.base import private_hbm, shared_hbm
 from nmm_compiler.simulator.machine import Machine, defined_at
 from nmm_compiler.simulator.tensors import dtypes
-from nmm_compiler.simulator.tensors.tensor import NkiTensor
+from nmm_compiler.simulator.tensors.memory import Storage
+from nmm_compiler.simulator.tensors.tensor import NkiTensor, make_tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +90,9 @@ class Binder:
                     f'argument {name!r} is an ArraySpec; only mode="timing" takes shapes for arrays'
                 )
             raw = np.array(given, order="C").reshape(-1).view(np.uint8)
-        return input_tensor(self.machine, name, shape, kind, raw, self.region)
+        storage = Storage(self.machine, name, self.region, "hbm", shape, kind, None, raw)
+        storage.is_input = True
+        return make_tensor(storage)
 
     def write_back(self, machines: list[Machine]) -> None:
         """Copy what the kernel wrote into its inputs back into the caller's arrays."""
@@ -103,7 +106,7 @@ class Binder:
 
 
 def _from_torch(name: str, value: Any) -> np.ndarray:
-    """Return a NumPy view of a torch CPU tensor; bfloat16 and float8 by their bits."""
+    """Return a NumPy view of a torch CPU tensor, by its bits; NumPy lacks some dtypes."""
     if value.device.type != "cpu":
         raise KernelArgumentError(
             f"argument {name!r} is on device {value.device}; move it to the CPU"
@@ -113,9 +116,5 @@ def _from_torch(name: str, value: Any) -> np.ndarray:
     kind = dtypes.find(value.dtype)
     if kind is None:
         raise KernelArgumentError(f"argument {name!r} is {value.dtype}, which NKI does not have")
-    if kind.numpy.kind == "V" or kind in ("bfloat16", *dtypes.FLOAT8, "float8_e8m0fnu"):
-        bits = {1: torch.uint8, 2: torch.int16}[kind.item_bytes]
-        array = tensor.view(bits).numpy().view(kind.numpy)
-    else:
-        array = tensor.numpy()
-    return np.asarray(array)
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[kind.item_bytes]
+    return np.asarray(tensor.view(bits).numpy().view(kind.numpy))

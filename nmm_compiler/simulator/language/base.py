@@ -36,12 +36,14 @@ def exported(function: Function) -> Function:
     return function
 
 
-@contextlib.contextmanager
-def of_the_whole_program(machine: Machine) -> Iterator[None]:
-    """Hold a block that makes a constant of the whole program, wherever it is asked for."""
-    turn, machine.turn = machine.turn, None
-    yield
-    machine.turn = turn
+def program_constant(key: Any, make: Callable[[], NkiTensor]) -> NkiTensor:
+    """Return a constant of the whole program, made where it is first asked for."""
+    machine = current()
+    if key not in machine.identities:
+        turn, machine.turn = machine.turn, None  # no part of a loop on the device
+        machine.identities[key] = make()
+        machine.turn = turn
+    return machine.identities[key]
 
 
 @exported
@@ -196,15 +198,6 @@ def sizes_of(name: str, shape: tuple[Any, ...]) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def input_tensor(
-    machine: Machine, name: str, shape: tuple[int, ...], dtype: DType, raw: Any, region: Any
-) -> NkiTensor:
-    """Return an HBM tensor over the bytes of a kernel argument."""
-    storage = Storage(machine, name, region, "hbm", shape, dtype, None, raw)
-    storage.is_input = True
-    return make_tensor(storage)
-
-
 @exported
 def shared_constant(constant: Any) -> NkiTensor:
     """Return a tensor in shared HBM with constant data (an array or a .npy path)."""
@@ -302,16 +295,16 @@ def shared_identity_matrix(
     n: int, dtype: Any = dtypes.uint8, dst: NkiTensor | None = None
 ) -> NkiTensor:
     """Return an [n, n] identity matrix in SBUF; one per size and dtype is shared."""
-    machine = current()
     kind = kind_of(dtype)
-    key = (n, str(kind))
-    if key not in machine.identities:
-        with of_the_whole_program(machine):
-            made = ndarray((n, n), kind, sbuf, f"identity_{kind}_{n}")
-            dma_copy(made, identity(machine, n, kind))
+
+    def make() -> NkiTensor:
+        made = ndarray((n, n), kind, sbuf, f"identity_{kind}_{n}")
+        dma_copy(made, identity(current(), n, kind))
         made.storage.constant = True
-        machine.identities[key] = make_tensor(made.storage)
+        return make_tensor(made.storage)
+
+    shared = program_constant((n, str(kind)), make)
     if dst is None:
-        return machine.identities[key]
-    tensor_copy(dst, machine.identities[key])
+        return shared
+    tensor_copy(dst, shared)
     return dst

@@ -30,7 +30,7 @@ from nmm_compiler.simulator.language.base import (
     NAMES,
     exported,
     ndarray,
-    of_the_whole_program,
+    program_constant,
     psum,
     sbuf,
 )
@@ -295,17 +295,15 @@ def _spread_by_product(dst: NkiTensor, row: NkiTensor) -> None:
 
     dst: (partitions, ...) and row: (1, ...) in SBUF, of one dtype of _EXACT_DTYPES.
     """
-    machine, key = current(), ("ones", row.dtype.name)
-    ones = machine.identities.get(key)
-    if ones is None:  # a constant of the program, written once
-        with of_the_whole_program(machine):
-            ones = machine.identities[key] = ndarray((1, 128), row.dtype, sbuf, "broadcast_ones")
-            elementwise.memset(ones, 1.0)
+    ones = program_constant(
+        ("ones", row.dtype.name),
+        lambda: full((1, 128), 1.0, row.dtype, name="broadcast_ones"),
+    )
     if len(merged(row.geometry.dims[1:])) > 1:
         row = copy(row)
     rows, size = dst.shape[0], row.free_size
     source, target = row.reshape((1, size)), dst.reshape((rows, size))
-    bank = machine.target.psum_bank_bytes_per_partition // 4
+    bank = current().target.psum_bank_bytes_per_partition // 4
     for start in range(0, size, bank):
         part = slice(start, min(start + bank, size))
         wide = ndarray((rows, part.stop - start), float32, psum, "")

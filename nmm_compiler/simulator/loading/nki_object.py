@@ -18,9 +18,7 @@ class NKIObject:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         made = type(self)
-        fields: tuple[dataclasses.Field[Any], ...] = ()
-        if dataclasses.is_dataclass(made):
-            fields = dataclasses.fields(made)
+        fields: tuple[Any, ...] = dataclasses.fields(made) if dataclasses.is_dataclass(made) else ()
         notes = (name for base in reversed(made.__mro__) for name in inspect.get_annotations(base))
         names = [f.name for f in fields if f.init] or list(dict.fromkeys(notes))
         if len(args) > len(names):
