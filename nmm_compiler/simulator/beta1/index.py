@@ -27,10 +27,7 @@ Part = Box | None
 """The part of a tile inside a mask: the places of each axis, None for all, () for nothing."""
 _OPERATORS = {"add": "+", "subtract": "-", "negative": "-", "multiply": "*", "floor_divide": "//",
               "remainder": "%"}  # fmt: skip
-_OPPOSITE = {
-    "less": "greater_equal", "less_equal": "greater", "greater": "less_equal",
-    "greater_equal": "less", "equal": "not_equal", "not_equal": "equal",
-}  # fmt: skip
+_COMPARISONS = ("less", "less_equal", "greater", "greater_equal", "equal", "not_equal")
 _AND = ("bitwise_and", "logical_and")
 
 
@@ -85,19 +82,25 @@ class _Lazy(np.ndarray):
         if method != "__call__" or options or None in map(whole, others):
             return NotImplemented
         shape = common_shape(*map(np.shape, inputs))
-        found = ufunc(*(_varying(v) if isinstance(v, _Lazy) else v for v in inputs))
-        if any(isinstance(v, Mask) for v in inputs):
-            return _of_masks(name, inputs, np.broadcast_to(found, shape))
-        if name in _OPPOSITE:
-            mask: Mask = np.broadcast_to(found, shape).view(Mask)
-            mask.terms = ((name, *inputs),)
+        found = np.broadcast_to(
+            ufunc(*(_varying(v) if isinstance(v, _Lazy) else v for v in inputs)), shape
+        )
+        masks = [v for v in inputs if isinstance(v, Mask)]
+        if masks or name in _COMPARISONS:
+            need(
+                not masks or name in _AND,
+                f"np.{name} of masks; use `&`, or two instructions with a mask each",
+                Unsupported,
+            )
+            mask: Mask = np.asarray(found, np.bool_).view(Mask)
+            mask.terms = tuple(term for v in masks for term in v.terms) or ((name, *inputs),)
             return mask
         need(
             name in _OPERATORS,
             f"np.{name} of an index expression; use +, -, *, // and %",
             Unsupported,
         )
-        index: Index = np.broadcast_to(found, shape).view(Index)
+        index: Index = found.view(Index)
         linear = name in ("add", "subtract", "negative") or (name == "multiply" and others)
         if not linear and not _is_affine(index):
             shown = f" {_OPERATORS[name]} ".join(map(repr, inputs))
@@ -126,27 +129,9 @@ class Index(_Lazy):
         terms = [str(const), *(f"{step} * i{k}" for k, step in enumerate(steps) if step)]
         return f"Index({' + '.join(terms)} for {self.shape})"
 
-    def expand_dims(self, axis: int) -> Any:
-        """Return the expression with an axis of size 1 at `axis`."""
-        return np.expand_dims(self, axis)
-
 
 class Mask(_Lazy):
     """Where comparisons of index expressions hold; terms: (operator, left, right) of each."""
-
-
-def _of_masks(name: str, inputs: tuple[Any, ...], found: Any) -> Mask:
-    """Return a mask made of masks: `&` of several, or the opposite of one comparison."""
-    mask: Mask = np.asarray(found, np.bool_).view(Mask)
-    mask.terms = tuple(term for v in inputs if isinstance(v, Mask) for term in v.terms)
-    if name in ("invert", "logical_not") and len(mask.terms) == 1:
-        ((operator, left, right),) = mask.terms
-        mask.terms = ((_OPPOSITE[operator], left, right),)
-    elif name not in _AND:
-        raise fail(
-            Unsupported, f"np.{name} of masks; use `&`, or two instructions with a mask each"
-        )
-    return mask
 
 
 def _varying(array: _Lazy) -> np.ndarray:

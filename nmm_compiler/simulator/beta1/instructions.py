@@ -61,7 +61,10 @@ from nmm_compiler.simulator.tensors.tensor import NkiTensor, kind_of
 
 Arguments = dict[str, Any]
 Body = Callable[..., Any]
-ISSUE: dict[str, Body] = current_isa.NAMES
+ISSUE: dict[str, Body] = {
+    **current_isa.NAMES,
+    "tensor_copy_dynamic_src": current_isa.NAMES["tensor_copy"],
+}
 
 # Dtypes of results: the type promotion table of the NKI documentation (aws-neuron-sdk 2.26,
 # `nki.api.shared`). A float wins over an integer, the wider of two floats or integers wins, and a
@@ -168,10 +171,9 @@ def _in_parts(issue: Body, dst: NkiTensor, **given: Any) -> None:
 # Instructions whose row says all
 
 
-_ROWS: dict[str, Any] = {name: issue.row for name, issue in ISSUE.items() if hasattr(issue, "row")}
-_ISSUED = {"tensor_copy_dynamic_src": "tensor_copy"}
-_ROWS["activation_reduce"] = _ROWS["activation"]
-_ROWS["tensor_copy_dynamic_src"] = _ROWS["tensor_copy"]
+def _row(short: str) -> Any:
+    """Return the row of an instruction; activation_reduce is a form of activation."""
+    return getattr(ISSUE[short], "row", None) or _row("activation")
 
 
 def _result_shape(row: Any, role: str, data: Shape) -> Shape:
@@ -194,9 +196,9 @@ def _views(name: str, row: Any, given: Arguments, like: str, shape: Shape, box: 
     wide = {role for role in row.roles if terms.get(role) == terms[like]}
     views: Arguments = {}
     for role, value in given.items():
-        number = as_number(value)
         if not isinstance(value, Tensor):
-            views[role] = value if number is None or type(value) in (bool, int, float) else number
+            number = as_number(value)
+            views[role] = value if number is None else number
             continue
         tile = tensor(name, role, value)
         if role in row.writes:
@@ -226,7 +228,7 @@ _WIDE = ("float32", "tfloat32", "int32", "uint32")
 
 def elementwise(name: str, short: str, **given: Any) -> Tensor:
     """Return the result of a function of nki.language that is one instruction."""
-    return by_row(name, _ROWS[short], functools.partial(_in_parts, ISSUE[short]), "", given)
+    return by_row(name, _row(short), functools.partial(_in_parts, ISSUE[short]), "", given)
 
 
 def by_row(name: str, row: Any, issue: Body, rule: str, given: Arguments) -> Any:
@@ -585,8 +587,7 @@ def _refused(name: str, **given: Any) -> Any:
 def _body(short: str, function: Function) -> Body:
     if short in _OWN:
         return _OWN[short]
-    issued = _ISSUED.get(short, short)
-    return lambda name, **given: by_row(name, _ROWS[short], ISSUE[issued], function.result, given)
+    return lambda name, **given: by_row(name, _row(short), ISSUE[short], function.result, given)
 
 
 NAMES: dict[str, Any] = functions_of("isa", "nisa", _body)

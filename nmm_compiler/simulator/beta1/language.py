@@ -393,7 +393,7 @@ _OWN: dict[str, Body] = {
         "sin", "cos", "tan", "ceil", "floor", "trunc", "mean", "var", "all", "softmax", "rms_norm",
         "where", "dropout", "gather_flattened", "rand", "random_seed",
     )},
-    "expand_dims": lambda name, data, axis: data.expand_dims(axis),
+    "expand_dims": lambda name, data, axis: tensor_anywhere(name, "data", data).expand_dims(axis),
     "broadcast_to": lambda name, src, shape: tensor_anywhere(name, "src", src).broadcast_to(shape),
     "shared_identity_matrix": lambda name, n, dtype: Tensor(
         base.identity(current(), int(n), kind_of(dtype))

@@ -48,7 +48,7 @@ from nmm_compiler.simulator.isa.operands import same_view
 from nmm_compiler.simulator.language.base import ndarray, psum, sbuf
 from nmm_compiler.simulator.language.functions import broadcast_to, result_of, stretch
 from nmm_compiler.simulator.machine import current, kernel_frame, place_instructions
-from nmm_compiler.simulator.tensors.dtypes import DType, float32
+from nmm_compiler.simulator.tensors.dtypes import DType
 from nmm_compiler.simulator.tensors.elements import mark, poisoned_values
 from nmm_compiler.simulator.tensors.registers import Indirection, whole
 from nmm_compiler.simulator.tensors.tensor import NkiTensor, kind_of
@@ -618,17 +618,9 @@ def stretched(tile: Tensor, shape: Shape, what: str, box: Part = None) -> NkiTen
         tile, shape, what,
     )  # fmt: skip
     if view.shape[0] != shape[0] and tile.memory != "hbm":
-        view = _spread(view, shape[0])
+        session().flush()
+        view = broadcast_to(view, (shape[0], *view.shape[1:]))
     return Tensor(stretch(what, view, shape)).tile(box)
-
-
-def _spread(row: NkiTensor, partitions: int) -> NkiTensor:
-    """Return a tile with one partition's elements in all partitions."""
-    session().flush()
-    exact = row.dtype.item_bytes > 1
-    view = row if exact else result_of(tensor_copy, row, row, dtype=float32)
-    wide = broadcast_to(view, (partitions, *view.shape[1:]))
-    return wide if exact else result_of(tensor_copy, wide, wide, dtype=row.dtype)
 
 
 def need_broadcast(fits: bool, tile: Tensor, shape: Shape, what: str) -> None:
