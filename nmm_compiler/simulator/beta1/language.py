@@ -494,7 +494,8 @@ NAMES.update(
     arange=arange, sequential_range=affine_range, static_range=affine_range,
     bool_=np.bool_,
 )  # fmt: skip
-for _name in ["int8", "int16", "int32", "uint8", "uint16", "uint32", "float16", "float32"]:
-    NAMES[_name] = getattr(np, _name)
-for _name in ["bfloat16", "float8_e4m3", "float8_e5m2", "tfloat32"]:
-    NAMES[_name] = numpy_dtype(dtypes.ALL[_name])
+for _name in (
+    "int8", "int16", "int32", "uint8", "uint16", "uint32", "float16", "float32", "bfloat16",
+    "float8_e4m3", "float8_e5m2", "tfloat32",
+):  # fmt: skip
+    NAMES[_name] = getattr(np, _name, None) or numpy_dtype(dtypes.ALL[_name])

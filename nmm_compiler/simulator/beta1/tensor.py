@@ -236,11 +236,15 @@ class Tensor:
     # Indexing
 
     def __getitem__(self, key: Any) -> Any:
-        """Return the part that a key selects; of a result, it has the memory that this has."""
-        part, lent = self._at(key), session().lent
+        """Return the part that a key selects."""
+        return self._lending(self._at(key))
+
+    def _lending(self, view: Tensor) -> Tensor:
+        """Return a view of this tile; it is lent the memory too, if this one is."""
+        lent = session().lent
         if id(self) in lent:
-            lent[id(part)] = part
-        return part
+            lent[id(view)] = view
+        return view
 
     def _at(self, key: Any) -> Tensor:
         """Return the part that a key selects: slices and integers, or index expressions."""
@@ -345,18 +349,19 @@ class Tensor:
 
     def view(self, dtype: Any) -> Tensor:
         """Return the bits as another dtype."""
-        return Tensor(self.tile().view(kind_of(dtype)))
+        return self._lending(Tensor(self.tile().view(kind_of(dtype))))
 
     def reshape(self, *sizes: Any, shape: Any = None) -> Tensor:
         """Return the same elements in another shape."""
-        return Tensor(self.tile().reshape(*(sizes if shape is None else (shape,))))
+        view = self.tile().reshape(*(sizes if shape is None else (shape,)))
+        return self._lending(Tensor(view))
 
     def expand_dims(self, axis: Any) -> Tensor:
         """Return a view with dimensions of size 1 at `axis`."""
         view = self.tile()
         for a in sorted(axis) if isinstance(axis, (list, tuple)) else [axis]:
             view = view.expand_dim(a)
-        return Tensor(view)
+        return self._lending(Tensor(view))
 
     def broadcast_to(self, shape: Any) -> Tensor:
         """Return a view of `shape`; one partition becomes many by a product with ones, or by DMA.
@@ -369,7 +374,7 @@ class Tensor:
         lead = len(shape) - len(tile.shape)
         if lead > 0 and (tile.memory == "hbm" or tile.shape[0] == 1):
             tile = tile.reshape((1,) * lead + tile.shape)
-        return Tensor(stretched(tile, shape, "broadcast_to"))
+        return self._lending(Tensor(stretched(tile, shape, "broadcast_to")))
 
     def assert_shape(self, shape: Any) -> Tensor:
         """Return the tensor; raise OperandError unless it has `shape`."""

@@ -111,6 +111,16 @@ EXACTLY = {
         return out(x[:, 60:68]), out(t), out(y), out(u), out(z)
         """, (A,), (np.repeat([[3.0] * 4 + [0.0] * 4], 128, 0), -A, 1 - A, -A, 1 - A[:, :4]),
     ),
+    "a view of a result outlives the tile that the result was assigned to": (
+        """
+        t = nl.ndarray((128, 256), dtype=nl.float32, buffer=nl.sbuf)
+        x = nl.negative(nl.load(a))
+        t[...] = x
+        y = x.reshape((128, 2, 128))
+        t[...] = 0.0
+        return out(y.reshape((128, 256)))
+        """, (A,), (-A,),
+    ),
     "a tile shifted into itself goes through another": (
         """
         t = nl.load(a)
