@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -29,13 +28,12 @@ from nmm_compiler.simulator.tensors.tensor import NkiTensor
 from nmm_compiler.simulator.trace import Instruction
 from nmm_compiler.targets.collective_time import collective_alone_us
 
-Combine = Callable[[list[np.ndarray], int], np.ndarray]
+Combine = Callable[[list[np.ndarray]], np.ndarray]
 Group = tuple[int, ...]
 _collective: Any = functools.partial(
     instruction, module="ncc", engines="dma", lists="srcs dsts", memory=DMA_MEMORIES,
-    waits=True, exchanges=True,
+    waits=True, exchanges=True, operands="srcs -> dsts",
 )  # fmt: skip
-_moving: Any = functools.partial(_collective, operands="srcs -> dsts")
 _reducing: Any = functools.partial(
     _collective, operators={"op": Takes("reduce", ("add", "maximum", "minimum", "max", "min"))}
 )
@@ -69,12 +67,25 @@ def _group(machine: Machine, op: str, replica_group: Any) -> Group:
     return tuple(int(r) for r in own[0])
 
 
-def _begin(call: Call, *, sbuf: bool = True, single: bool = False) -> Group:
-    """Return the own group of a collective after the rules for its tensors.
+def _exchange(
+    call: Call,
+    combine: Combine,
+    *,
+    dim: int = 0,
+    joins: bool = False,
+    cut: bool = False,
+    senders: Group | None = None,
+    others: tuple[list[NkiTensor], ...] = (),
+) -> Steps:
+    """Check the tensors, and compute every destination from the sources of the senders.
 
-    sbuf: they may be there. single: one source.
+    dim: the dimension along which parts are joined or cut. joins: a destination has the sources of
+    all ranks side by side. cut: a rank gets its own part of each source, of as many parts as there
+    are ranks.
+    senders: ranks that this one receives from; all of the group unless said, and then of several
+    tensors. others: further sources of each destination.
     """
-    srcs, dsts = call.arguments["srcs"], call.arguments["dsts"]
+    machine, srcs, dsts = call.machine, call.arguments["srcs"], call.arguments["dsts"]
     call.need(
         len(srcs) == len(dsts),
         f"{len(srcs)} sources, {len(dsts)} destinations; make equal",
@@ -82,52 +93,40 @@ def _begin(call: Call, *, sbuf: bool = True, single: bool = False) -> Group:
     )
     memories = {t.memory for t in (*srcs, *dsts)}
     call.need(len(memories) == 1, "tensors in SBUF and in HBM; all in one of them")
-    call.need(sbuf or memories != {"sbuf"}, "this collective takes tensors in HBM only")
     call.need(
-        len(srcs) == 1 or not (single or memories == {"sbuf"}),
+        len(srcs) == 1 or (senders is None and memories == {"hbm"}),
         f"{len(srcs)} tensors; several go with HBM tensors of other collectives only",
     )
+    ranks = _group(machine, call.op, call.arguments["replica_group"])
+    count, place, size = len(ranks), ranks.index(machine.rank), 0
+    pieces = count if cut else 1
     for src, dst in zip(srcs, dsts, strict=True):
         call.need(src.dtype == dst.dtype, f"src is {src.dtype}, dst {dst.dtype}; make equal")
-    return _group(call.machine, call.op, call.arguments["replica_group"])
-
-
-def _exchange(
-    call: Call,
-    ranks: Group,
-    combine: Combine,
-    *,
-    grown: tuple[int, Fraction] = (0, Fraction(1)),
-    others: tuple[list[NkiTensor], ...] = (),
-) -> Steps:
-    """Check shapes, and compute every destination from the sources of all ranks.
-
-    grown: a dimension, and how many times as long it is in a destination as in its source.
-    others: further sources of each destination.
-    """
-    machine, srcs, dsts = call.machine, call.arguments["srcs"], call.arguments["dsts"]
-    size = 0
-    for src, dst in zip(srcs, dsts, strict=True):
-        wanted = tuple(int(n * grown[1]) if d == grown[0] else n for d, n in enumerate(src.shape))
-        call.need(dst.shape == wanted, f"src {src.shape} makes {wanted}, the shape of dst")
+        wanted = list(src.shape)
+        call.need(wanted[dim] % pieces == 0, f"dimension {dim} does not divide by the ranks")
+        wanted[dim] = wanted[dim] * (count if joins else 1) // pieces
+        shape = tuple(wanted)
+        call.need(dst.shape == shape, f"src {src.shape} makes {shape}, the shape of dst")
         size += max(src.size, dst.size) * src.dtype.item_bytes
-    alone = collective_alone_us(size, len(ranks), machine.target) if len(ranks) > 1 else None
+    alone = collective_alone_us(size, count, machine.target) if count > 1 else None
     yield {"issuer": "sync", "dge_mode": "none", "collective_us": alone}
     if machine.options.ranks > 1:  # the others do not run
         return
-    sent: list[list[Sent]] = []
-    if machine.data:
-        sent = [[_sent(machine, s) for s in each] for each in zip(srcs, *others, strict=True)]
+    each = zip(srcs, *others, strict=True) if machine.data else ()
+    sent = [[_sent(machine, source) for source in sources] for sources in each]
     what, key = f"ncc.{call.op} of ranks {ranks}", (machine.program_id, ranks, call.op)
-    met = machine.programs.meet(machine, what, key, machine.rank, len(ranks), sent)
-    place = ranks.index(machine.rank)
-    for i, dst in enumerate(dsts if machine.data else ()):
-        every = (part for rank in ranks for part in met[rank][i])
-        parts, masks, origins = zip(*every, strict=True)
-        values = combine(list(parts), place)
-        put(dst, values, exact=values.dtype == dst.dtype.numpy)
+    met = machine.programs.meet(machine, what, key, machine.rank, count, sent)
+    givers = ranks if senders is None else senders
+    for i, dst in enumerate(dsts if machine.data and givers else ()):
+        every = (part for rank in givers for part in met[rank][i])
+        values, masks, origins = zip(*every, strict=True)
+        value, mask = (
+            combine([np.split(part, pieces, axis=dim)[place % pieces] for part in parts])
+            for parts in (values, masks)
+        )
+        put(dst, value, exact=value.dtype == dst.dtype.numpy)
         if any(origins):
-            mark(dst, True, combine(list(masks), place) != 0, next(filter(None, origins)))
+            mark(dst, True, mask != 0, next(filter(None, origins)))
 
 
 Sent = tuple[np.ndarray, np.ndarray, str]
@@ -149,39 +148,31 @@ def _reduced(op: Any, parts: list[np.ndarray]) -> np.ndarray:
     return np.asarray(functools.reduce(op.reduce, wide))
 
 
-def _in_parts(call: Call, sbuf: tuple[int, ...] = (0,), cut: bool = False) -> Steps:
+def _of_all(call: Call, sbuf: tuple[int, ...] = (0,), cut: bool = False) -> Steps:
     """Exchange what is then reduced by `op`, or joined along collective_dim.
 
-    sbuf: the dimensions that this may be in SBUF; without one, tensors are in HBM only.
-    cut: a rank gets its own part of each source, of as many parts as there are ranks.
+    sbuf: the dimensions that this may be in SBUF. cut: as of `_exchange`.
     """
-    ranks, srcs = _begin(call, sbuf=bool(sbuf)), call.arguments["srcs"]
     dim, op = call.arguments.get("collective_dim", 0), call.arguments.get("op")
-    count, memory = len(ranks), srcs[0].memory
+    memory = call.arguments["srcs"][0].memory
     allowed = sbuf if memory == "sbuf" else (0,)
     choice = " or ".join(map(str, allowed))
     says = f"collective_dim={dim!r} of tensors in {memory.upper()}; it is {choice}"
     call.need(dim in allowed, says)
-    whole = not cut or all(s.shape[dim] % count == 0 for s in srcs)
-    call.need(whole, f"dimension {dim} does not divide by the ranks")
-
-    def combine(parts: list[np.ndarray], place: int) -> np.ndarray:
-        own = [np.split(p, count, axis=dim)[place] for p in parts] if cut else parts
-        return np.concatenate(own, axis=dim) if op is None else _reduced(op, own)
-
-    grown = Fraction(count if op is None else 1, count if cut else 1)
-    yield from _exchange(call, ranks, combine, grown=(dim, grown))
+    join: Combine = functools.partial(np.concatenate, axis=dim)
+    combine = join if op is None else functools.partial(_reduced, op)
+    yield from _exchange(call, combine, dim=dim, joins=op is None, cut=cut)
 
 
-@_reducing(operands="srcs -> dsts")
+@_reducing()
 def all_reduce(
     call: Call, srcs: Any, dsts: Any, replica_group: Any, op: Any, priority: Any = None
 ) -> Steps:
     """Every dst = the reduction of all ranks' srcs."""
-    yield from _in_parts(call)
+    yield from _of_all(call)
 
 
-@_moving()
+@_collective()
 def all_gather(
     call: Call,
     srcs: Any,
@@ -191,10 +182,10 @@ def all_gather(
     priority: Any = None,
 ) -> Steps:
     """Every dst = all ranks' srcs, one after the other along collective_dim."""
-    yield from _in_parts(call, sbuf=(0, 1))
+    yield from _of_all(call, sbuf=(0, 1))
 
 
-@_reducing(operands="srcs -> dsts")
+@_reducing()
 def reduce_scatter(
     call: Call,
     srcs: Any,
@@ -205,10 +196,10 @@ def reduce_scatter(
     priority: Any = None,
 ) -> Steps:
     """Write this rank's part, along collective_dim, of the reduction of all ranks' srcs to dst."""
-    yield from _in_parts(call, cut=True)
+    yield from _of_all(call, cut=True)
 
 
-@_moving()
+@_collective(memory=("hbm",))
 def all_to_all(
     call: Call,
     srcs: Any,
@@ -218,23 +209,19 @@ def all_to_all(
     priority: Any = None,
 ) -> Steps:
     """Write part i of rank j's src as part j of rank i's dst, along collective_dim."""
-    yield from _in_parts(call, sbuf=(), cut=True)
+    yield from _of_all(call, cut=True)
 
 
-@_moving(op="collective_permute")
-def _permute(
+def _from_one(
     call: Call, srcs: Any, dsts: Any, replica_group: Any, sender: Any, priority: Any
 ) -> Steps:
     """Send to a rank of the group; dst gets what the sender, if there is one, has sent."""
-    ranks = _begin(call, sbuf=False, single=True)
+    senders = () if sender is None else (sender,)
+    yield from _exchange(call, lambda parts: parts[0], senders=senders)
 
-    def combine(parts: list[np.ndarray], place: int) -> np.ndarray:
-        if sender is not None:
-            return parts[ranks.index(sender)]
-        kept = dsts[0].array()
-        return np.zeros(kept.shape, np.bool_) if parts[0].dtype == np.bool_ else kept.copy()
 
-    yield from _exchange(call, ranks, combine)
+_permute = _collective(op="collective_permute", memory=("hbm",))(_from_one)
+_turn = _collective(op="collective_permute_implicit")(_from_one)
 
 
 def collective_permute(
@@ -255,44 +242,44 @@ def collective_permute(
     return _permute(srcs, dsts, [ranks], targets.get(machine.rank), priority, name)
 
 
-@_moving(op="collective_permute_implicit")
-def _turn(call: Call, srcs: Any, dsts: Any, replica_group: Any, priority: Any) -> Steps:
-    """Send to the ring's successor, receive from the predecessor."""
-    ranks = _begin(call, single=True)
-    yield from _exchange(call, ranks, lambda parts, place: parts[place - 1])
-
-
 @_reducing(
     op="collective_permute_implicit_reduce",
     operands="srcs others -> dsts",
     lists="srcs others dsts",
 )
 def _turn_and_reduce(
-    call: Call, srcs: Any, others: Any, dsts: Any, replica_group: Any, op: Any, priority: Any
-) -> Steps:
-    """Send srcs <op> others to the ring's successor, receive from the predecessor."""
-    ranks = _begin(call, single=True)
+    call: Call, srcs: Any, others: Any, dsts: Any, replica_group: Any, sender: Any, op: Any,
+    priority: Any,
+) -> Steps:  # fmt: skip
+    """Send srcs <op> others to a rank of the group, receive from the sender."""
     shapes = [[t.shape for t in tensors] for tensors in (srcs, others)]
     call.need(shapes[0] == shapes[1], "both sources must have one shape")
-
-    yield from _exchange(
-        call,
-        ranks,
-        lambda parts, place: _reduced(op, parts[2 * (place - 1) :][:2]),
-        others=(others,),
-    )
+    combine = functools.partial(_reduced, op)
+    yield from _exchange(call, combine, senders=(sender,), others=(others,))
 
 
-def _in_channels(issue: Any, given: Any, tensors: tuple[Any, ...], *rest: Any) -> None:
-    """Issue a ring's instruction for the lists of tensors of each channel."""
-    count = len(tensors[-1])
+def _before(op: str, replica_group: Any, steps: int = 1) -> int:
+    """Return the rank that is some steps before this one in its ring."""
+    machine = current()
+    ranks = _group(machine, op, replica_group)
+    return ranks[(ranks.index(machine.rank) - steps) % len(ranks)]
+
+
+def _in_channels(
+    issue: Any, given: Any, tensors: tuple[Any, ...], replica_group: Any, *rest: Any
+) -> None:
+    """Issue a ring's instruction for the lists of tensors of each channel.
+
+    It sends to the ring's successor, and receives from the predecessor.
+    """
+    op, count = issue.__name__, len(tensors[-1])
     current().need(
         list(given) == list(range(count)) and all(len(each) == count for each in tensors),
-        f"ncc.{issue.__name__}: channel_ids={given!r} of {count} channels must be 0, 1, ...",
+        f"ncc.{op}: channel_ids={given!r} of {count} channels must be 0, 1, ...",
         KernelArgumentError,
     )
     for each in zip(*tensors, strict=True):
-        issue(*each, *rest)
+        issue(*each, replica_group, _before(op, replica_group), *rest)
 
 
 def collective_permute_implicit(
@@ -300,8 +287,9 @@ def collective_permute_implicit(
     priority: Any = None, name: Any = None,
 ) -> None:  # fmt: skip
     """Send src to the ring's successor, receive dst from the predecessor, in each channel."""
-    tensors = srcs_by_channel, dsts_by_channel
-    _in_channels(_turn, channel_ids, tensors, replica_group, priority, name)
+    _in_channels(
+        _turn, channel_ids, (srcs_by_channel, dsts_by_channel), replica_group, priority, name
+    )
 
 
 def collective_permute_implicit_reduce(
@@ -309,19 +297,19 @@ def collective_permute_implicit_reduce(
     channel_ids: Any = (0,), priority: Any = None, name: Any = None,
 ) -> None:  # fmt: skip
     """Send src0 <op> src1 to the ring's successor, receive the predecessor's, in each channel."""
-    tensors = srcs0_by_channel, srcs1_by_channel, dsts_by_channel
-    _in_channels(_turn_and_reduce, channel_ids, tensors, replica_group, op, priority, name)
+    _in_channels(
+        _turn_and_reduce, channel_ids, (srcs0_by_channel, srcs1_by_channel, dsts_by_channel),
+        replica_group, op, priority, name,
+    )  # fmt: skip
 
 
 def collective_permute_implicit_current_processing_rank_id(
     iteration_id: Any, replica_group: Any, channel_id: Any = 0, name: Any = None
 ) -> VirtualRegister:
     """Return the rank whose data a ring step processes: the own one first, then predecessors'."""
-    machine = current()
     op = "collective_permute_implicit_current_processing_rank_id"
-    ranks = _group(machine, op, replica_group)
     step = iteration_id.read() if isinstance(iteration_id, VirtualRegister) else int(iteration_id)
-    return VirtualRegister(ranks[(ranks.index(machine.rank) - step) % len(ranks)])
+    return VirtualRegister(_before(op, replica_group, step))
 
 
 def rank_id(name: Any = None) -> VirtualRegister:

@@ -154,7 +154,7 @@ def kernel(a):
 REFUSED = refusals(r"""
 ncc.all_reduce([src], [dst], group, nl.multiply)  # UnsupportedInstructionError: nl.multiply
 ncc.all_reduce([src], [load(a)], group, nl.add)  # OperandError: in HBM
-ncc.all_to_all([load(a)], [load(a)], group, 0)  # OperandError: HBM only
+ncc.all_to_all([load(a)], [load(a)], group, 0)  # OperandError: must be in HBM
 s = load(a); ncc.all_reduce([s, s], [s, s], group, nl.add)  # OperandError: 2 tensors
 ncc.all_gather([src], [dst], group, 1)  # OperandError: collective_dim=1
 ncc.all_gather([src], [dst], group, 0)  # OperandError: makes
