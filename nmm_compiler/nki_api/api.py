@@ -15,6 +15,7 @@ import inspect
 from nmm_compiler.errors import UnknownNameError
 from nmm_compiler.nki_api import table
 from nmm_compiler.simulator.collectives import NAMES as COLLECTIVES
+from nmm_compiler.simulator.isa.instruction import Row
 from nmm_compiler.simulator.isa.names import CONSTANTS as ENUMS
 from nmm_compiler.simulator.isa.names import NAMES as ISA
 from nmm_compiler.simulator.language.base import TILE_SIZES, MemoryRegion
@@ -61,7 +62,7 @@ def api(version: str = API_VERSION) -> Api:
     own = {"nki.isa": ISA, "nki.language": LANGUAGE, "nki.collectives": COLLECTIVES}
     for module, names in own.items():
         for short, value in names.items():
-            if inspect.isfunction(value):
+            if inspect.isfunction(value) or isinstance(value, Row):
                 functions.append(described(f"{module}.{short}", value))
             else:
                 values.add(f"{module}.{short}")

@@ -54,8 +54,7 @@ _VIEWS = {*table.TENSOR_METHODS_ADDED, "reshape", "ap", "view"}
 _INTEGERS = {f"nki.language.{n}" for n in ("int8", "int16", "int32", "uint8", "uint16", "uint32")}
 _PARTITIONS = 128  # SBUF and PSUM of every generation have 128 partitions
 _MEMORIES: dict[str, dict[str, tuple[str, ...]]] = {
-    **{f"nki.isa.{op}": issue.row.roles for op, issue in INSTRUCTIONS.items()
-       if not issue.row.waits},
+    **{f"nki.isa.{op}": row.roles for op, row in INSTRUCTIONS.items() if not row.waits},
     "nki.language.store": {"value": DMA_MEMORIES},
 }  # fmt: skip
 """Where the operands of a function may lie."""

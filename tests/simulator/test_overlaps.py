@@ -13,7 +13,7 @@ from simulator_kernels import refused, run
 
 from nmm_compiler import errors
 from nmm_compiler.nki_api.api import api
-from nmm_compiler.simulator.isa.instruction import INSTRUCTIONS
+from nmm_compiler.simulator.isa.names import INSTRUCTIONS
 
 TILE = "t = nl.full(({shape}), 1, nl.{dtype})\nu = nl.full(({shape}), 1, nl.{dtype})\n" \
        "w = nl.full(({shape}), 1, nl.{dtype})\n" \
@@ -149,7 +149,7 @@ def test_what_is_read_in_another_order_is_not_written(row, mode):
 
 
 def test_every_instruction_of_two_results_is_here():
-    assert {op for op in INSTRUCTIONS if len(INSTRUCTIONS[op].row.writes) > 1} == {
+    assert {op for op in INSTRUCTIONS if len(INSTRUCTIONS[op].writes) > 1} == {
         row.split()[0] for row in TWO
     }
 

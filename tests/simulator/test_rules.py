@@ -19,7 +19,7 @@ import pytest
 from simulator_kernels import kernel_file
 
 from nmm_compiler import errors
-from nmm_compiler.simulator.isa.instruction import INSTRUCTIONS
+from nmm_compiler.simulator.isa.names import INSTRUCTIONS
 from nmm_compiler.simulator.run import simulate
 from nmm_compiler.simulator.tensors.dtypes import ALL
 

@@ -10,7 +10,7 @@ import pytest
 from simulator_kernels import HEADER, kernel_file, refusals, run
 
 from nmm_compiler import errors
-from nmm_compiler.simulator.isa.instruction import INSTRUCTIONS
+from nmm_compiler.simulator.isa.names import INSTRUCTIONS
 from nmm_compiler.simulator.run import ArraySpec, simulate
 
 F = np.float32

@@ -8,7 +8,7 @@ import pytest
 from nmm_compiler import targets
 from nmm_compiler.errors import UnknownNameError
 from nmm_compiler.nki_api.api import api
-from nmm_compiler.simulator.isa.instruction import INSTRUCTIONS
+from nmm_compiler.simulator.isa.names import INSTRUCTIONS
 from nmm_compiler.targets.base import Known, Source, Target
 
 ALL = [targets.get(name) for name in targets.names()]
@@ -70,7 +70,7 @@ def test_values_are_sane(target):
     code = "".join(path.read_text() for path in simulator.rglob("*.py"))
     for form in values.pop("absent_forms"):
         op, by_engine, chosen = form.partition("(engine=")
-        known = INSTRUCTIONS[op].row.engines if by_engine else code
+        known = INSTRUCTIONS[op].engines if by_engine else code
         assert (chosen.rstrip(")") or f'"{form}"') in known, form
     for name, value in values.items():
         assert value >= 0, name

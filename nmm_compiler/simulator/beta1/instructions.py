@@ -173,12 +173,12 @@ def _in_parts(issue: Body, dst: NkiTensor, **given: Any) -> None:
 
 def _row(short: str) -> Any:
     """Return the row of an instruction; activation_reduce is a form of activation."""
-    return getattr(ISSUE[short], "row", None) or _row("activation")
+    return current_isa.INSTRUCTIONS.get(ISSUE[short].__name__) or _row("activation")
 
 
 def _result_shape(row: Any, role: str, data: Shape) -> Shape:
     """Return the shape of the destination of a row for the shape of an operand."""
-    terms = row.equation.terms
+    terms = row.terms
     (partitions, free), (to, into) = terms[role], terms[row.first]
     first = data[0] if to == partitions else to[2]
     if into == free:
@@ -192,7 +192,7 @@ def _views(name: str, row: Any, given: Arguments, like: str, shape: Shape, box: 
 
     like, shape: an operand and its shape, to which those of its sizes stretch.
     """
-    terms = row.equation.terms
+    terms = row.terms
     wide = {role for role in row.roles if terms.get(role) == terms[like]}
     views: Arguments = {}
     for role, value in given.items():
@@ -244,7 +244,7 @@ def by_row(name: str, row: Any, issue: Body, rule: str, given: Arguments) -> Any
         like = row.first, dst.shape
         write(dst, box, lambda view: issue(view, **_views(name, row, given, *like, box)))
         return None
-    terms = row.equation.terms
+    terms = row.terms
     role = next(r for r in row.reads if len(terms.get(r, ())) == 2)  # with partitions and elements
     tiles = [
         tensor(name, r, given[r]) for r in row.reads

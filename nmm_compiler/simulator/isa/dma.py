@@ -27,35 +27,6 @@ TURNED = {2: (1, 0), 3: (2, 1, 0), 4: (3, 1, 2, 0)}
 _UNKNOWN, _SKIP = engine.unknown, oob_mode.skip
 
 
-def _issue(call: Call, mode: Any, given: Any, same_dtype: bool) -> tuple[str, str]:
-    """Return (issuing engine, DGE mode) after their rules."""
-    name = mode.name
-    if name == "hwdge":
-        require(call, f"{call.op}(dge_mode=hwdge)", lambda t: t.dma_generates_descriptors)
-        call.need(same_dtype, "hwdge cannot convert dtypes; make them equal or drop dge_mode")
-    if given is _UNKNOWN:
-        return ("gpsimd" if name == "swdge" else "sync"), name
-    call.need(
-        name != "hwdge" or given in (engine.sync, engine.scalar),
-        "hwdge descriptors come from the sync or scalar engine",
-    )
-    call.should(name == "hwdge", "only hwdge takes an engine; unset it or pass dge_mode.hwdge")
-    return given.name, name
-
-
-def _check_dynamic(call: Call, views: tuple[NkiTensor, ...], mode: str) -> None:
-    """Refuse a runtime address where descriptors are made before the run."""
-    for view in views:
-        if view.indirection is not None:
-            call.need(mode != "none", "dge_mode.none takes no runtime address; leave it unset")
-        if _chooses_rows(view):
-            call.need(
-                view.memory == "hbm" and mode != "hwdge",
-                "a tensor with a vector_offset must be in HBM, and takes no hwdge; leave dge_mode "
-                "unset",
-            )
-
-
 @instruction(
     engines="dma",
     operands="src[N] -> dst[N]",
@@ -73,14 +44,19 @@ def dma_copy(
     engine: Any = _UNKNOWN,
 ) -> Steps:
     """dst = src between HBM and SBUF, with a dtype conversion through float32."""
-    same = dst.dtype == src.dtype
-    if not same:
-        check_conversion(call, dst, src)
-    issuer, mode = _issue(call, dge_mode, engine, same)
-    _check_dynamic(call, (dst, src), mode)
-    chosen_rows = _chooses_rows(dst) or _chooses_rows(src)
-    if chosen_rows:
-        issuer = "gpsimd"
+    check_conversion(call, dst, src)
+    same, mode, chosen_rows = dst.dtype == src.dtype, dge_mode.name, chooses_rows(dst, src)
+    if mode == "hwdge":
+        require(call, "dma_copy(dge_mode=hwdge)", lambda t: t.dma_generates_descriptors)
+        call.need(same, "hwdge cannot convert dtypes; make them equal or drop dge_mode")
+    issuer = "gpsimd" if chosen_rows or mode == "swdge" else "sync"
+    if engine is not _UNKNOWN:
+        call.need(
+            mode != "hwdge" or engine.name in ("sync", "scalar"),
+            "hwdge descriptors come from the sync or scalar engine",
+        )
+        call.should(mode == "hwdge", "only hwdge takes an engine; unset it or pass dge_mode.hwdge")
+        issuer = "gpsimd" if chosen_rows else engine.name
     yield {"issuer": issuer, "dge_mode": mode, "indirect": chosen_rows}
     values, valid = read(src, skip=oob_mode is _SKIP)
     if not same:
@@ -90,9 +66,9 @@ def dma_copy(
     put(dst, values, exact=same, where=where, skip=oob_mode is _SKIP)
 
 
-def _chooses_rows(view: NkiTensor) -> bool:
-    """Return whether an index tensor chooses rows of the view."""
-    return view.indirection is not None and view.indirection.kind == "vector"
+def chooses_rows(*views: NkiTensor) -> bool:
+    """Return whether an index tensor chooses rows of one of the views."""
+    return any(getattr(view.indirection, "kind", "") == "vector" for view in views)
 
 
 @instruction(
@@ -122,15 +98,28 @@ def dma_transpose(
     )
     expected = tuple(src.shape[a] for a in order)
     call.need(dst.shape == expected, f"the shape of dst must be {expected}")
-    mode = dge_mode.name
-    indirect = _chooses_rows(src)
+    mode, direct, indirect = dge_mode.name, src.indirection is None, chooses_rows(src)
     call.need(dst.indirection is None, "dst has a runtime address; copy it later")
-    call.need(
-        src.indirection is not None or oob_mode is not _SKIP,
-        "oob_mode.skip without a runtime index; unset it",
-    )
-    _check_dynamic(call, (src,), mode if indirect else "unknown")
-    _check_transpose_mode(call, src, mode, indirect)
+    call.need(not (direct and oob_mode is _SKIP), "oob_mode.skip without a runtime index; unset it")
+    two_bytes = src.dtype.item_bytes == 2 and src.shape[-1] <= 128
+    if indirect:
+        _check_row_indices(call, src, mode, two_bytes)
+    elif mode == "none" and direct:
+        call.machine.warn(
+            f"{call.name}: dge_mode none; its reference lets a direct transpose take unknown "
+            "or hwdge, the guide of DMA descriptors (nki-dge) and nki-library none too"
+        )
+    else:
+        call.need(mode in ("unknown", "hwdge"), "a direct transpose takes dge_mode.hwdge or none")
+        # descriptors made beforehand take no runtime address: the hardware makes them (nki-dge)
+        few = src.shape[0] in ((16,) if rank == 2 else (1, 2, 4, 8, 16))
+        call.need(
+            (mode != "hwdge" and direct)
+            or (two_bytes and few and (rank == 2 or src.shape[0] * src.shape[-2] % 16 == 0)),
+            "hwdge, which dge_mode or a runtime address asks for, takes a 2-byte dtype, a last "
+            "dimension up to 128, and 16 rows (2-D) or 1, 2, 4, 8 or 16 with rows * shape[-2] a "
+            "multiple of 16 (3-D, 4-D)",
+        )
     issuer = "gpsimd" if indirect else "sync"
     yield {"issuer": issuer, "dge_mode": mode, "transpose": True, "indirect": indirect}
     values, valid = read(src, skip=oob_mode is _SKIP)
@@ -141,57 +130,36 @@ def dma_transpose(
     put(dst, call.move(values), exact=True)
 
 
-def _check_transpose_mode(call: Call, src: NkiTensor, mode: str, indirect: bool) -> None:
-    shape, direct = src.shape, src.indirection is None
-    first, rank = shape[0], len(shape)
-    two_bytes = src.dtype.item_bytes == 2 and shape[-1] <= 128
-    if indirect:
-        middle = rank < 4 or 1 in shape[1:3]
-        call.need(
-            mode in ("unknown", "swdge") and two_bytes and first % 16 == 0 and middle,
-            "row indices take no dge_mode but swdge, a 2-byte dtype, rows in steps of 16, a last "
-            "dimension up to 128, and a 4-D src whose second or third dimension is 1",
-        )
-        index = src.indirection.index
-        sides: tuple[int, ...] = getattr(index, "shape", ())
-        walked = len(sides) == 2 and sides[0] in range(16, 129, 16)
-        call.need(
-            walked
-            and (sides[1] == 1 or sides[0] == 128)
-            and index.dtype == "uint32"
-            and index.size >= first,
-            "the index is a 2-D uint32 tensor in SBUF of 16 to 128 rows in steps of 16, 128 when "
-            "it has more than one column, with an index for each row",
-        )
-        return
-    if mode == "none" and direct:
-        call.machine.warn(
-            f"{call.name}: dge_mode none; its reference lets a direct transpose take unknown "
-            "or hwdge, the guide of DMA descriptors (nki-dge) and nki-library none too"
-        )
-    else:
-        call.need(mode in ("unknown", "hwdge"), "a direct transpose takes dge_mode.hwdge or none")
-    # descriptors made beforehand take no runtime address: the hardware makes them then (nki-dge)
-    if mode != "hwdge" and direct:
-        return
-    rows = first == 16
-    if rank > 2:
-        rows = first in (1, 2, 4, 8, 16) and (first * shape[-2]) % 16 == 0
+def _check_row_indices(call: Call, src: NkiTensor, mode: str, two_bytes: bool) -> None:
+    """Check dma_transpose of rows that an index tensor chooses."""
+    rows, index = src.shape[0], src.indirection.index
     call.need(
-        two_bytes and rows,
-        "hwdge, which dge_mode or a runtime address asks for, takes a 2-byte dtype, a last "
-        "dimension up to 128, and 16 rows (2-D) or 1, 2, 4, 8 or 16 with rows * shape[-2] a "
-        "multiple of 16 (3-D, 4-D)",
+        mode in ("unknown", "swdge")
+        and two_bytes
+        and rows % 16 == 0
+        and (len(src.shape) < 4 or 1 in src.shape[1:3]),
+        "row indices take no dge_mode but swdge, a 2-byte dtype, rows in steps of 16, a last "
+        "dimension up to 128, and a 4-D src whose second or third dimension is 1",
+    )
+    sides: tuple[int, ...] = getattr(index, "shape", ())
+    call.need(
+        len(sides) == 2
+        and sides[0] in range(16, 129, 16)
+        and (sides[1] == 1 or sides[0] == 128)
+        and index.dtype == "uint32"
+        and index.size >= rows,
+        "the index is a 2-D uint32 tensor in SBUF of 16 to 128 rows in steps of 16, 128 when "
+        "it has more than one column, with an index for each row",
     )
 
 
 def _check_read_modify_write(call: Call, dst: NkiTensor, srcs: list[NkiTensor]) -> None:
     """Check dma_compute with row indices: dst[i] += SBUF data, or SBUF dst += src[i]."""
-    plain, *rows = sorted(srcs, key=_chooses_rows)
-    of_dst, in_sbuf = (rows[0], plain) if rows and _chooses_rows(dst) else (plain, dst)
+    plain, *rows = sorted(srcs, key=chooses_rows)
+    of_dst, in_sbuf = (rows[0], plain) if rows and chooses_rows(dst) else (plain, dst)
     call.need(
-        [_chooses_rows(s) for s in rows] == [True]
-        and not _chooses_rows(plain)
+        [chooses_rows(s) for s in rows] == [True]
+        and not chooses_rows(plain)
         and of_dst.storage is dst.storage
         and in_sbuf.memory == "sbuf",
         "with row indices it takes two sources: one has the indices and storage of dst and the "
@@ -201,7 +169,7 @@ def _check_read_modify_write(call: Call, dst: NkiTensor, srcs: list[NkiTensor]) 
 
 @instruction(
     engines="dma",
-    operands="srcs -> dst",
+    operands="srcs[N] -> dst[N]",
     lists="srcs",
     memory=DMA_MEMORIES,
     streams="srcs",
@@ -223,22 +191,20 @@ def dma_compute(
         "all scales must be 1.0",
         UnsupportedInstructionError,
     )
-    for view in (dst, *srcs):
-        call.need(
-            view.size == dst.size and (view.indirection is None or _chooses_rows(view)),
-            "sources and dst must have one size, and only vector_offset may choose rows at run "
-            "time; use nisa.dma_copy",
-        )
-    indirect = any(_chooses_rows(view) for view in (dst, *srcs))
+    views, skips = (dst, *srcs), oob_mode is _SKIP
+    indirect = chooses_rows(*views)
+    call.need(
+        all(view.indirection is None or chooses_rows(view) for view in views),
+        "only vector_offset may choose rows at run time; use nisa.dma_copy",
+    )
+    call.need(
+        unique_indices or not indirect, "unique_indices must be True", UnsupportedInstructionError
+    )
+    call.need(indirect or not skips, "oob_mode.skip without row indices; leave it unset")
     if indirect:
-        call.need(unique_indices, "unique_indices must be True", UnsupportedInstructionError)
-        _check_dynamic(call, (dst, *srcs), "swdge")
         _check_read_modify_write(call, dst, list(srcs))
-    else:
-        call.need(oob_mode is not _SKIP, "oob_mode.skip without row indices; leave it unset")
     issuer, mode = ("gpsimd", "swdge") if indirect else ("sync", "none")
     yield {"issuer": issuer, "dge_mode": mode, "indirect": indirect}
-    skips = oob_mode is _SKIP
     parts = [read(s, skip=skips)[0].astype(F32).reshape(dst.shape) for s in srcs]
     total = functools.reduce(np.add, parts)
     put(dst, total, skip=skips, adds=True)

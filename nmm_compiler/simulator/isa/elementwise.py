@@ -13,7 +13,7 @@ import numpy as np
 from nmm_compiler.errors import UnsupportedInstructionError
 from nmm_compiler.simulator.isa import cycles
 from nmm_compiler.simulator.isa.enums import engine, reduce_cmd
-from nmm_compiler.simulator.isa.instruction import INSTRUCTIONS, Steps, instruction
+from nmm_compiler.simulator.isa.instruction import Steps, instruction
 from nmm_compiler.simulator.isa.operands import (
     ANY_DTYPE,
     Call,
@@ -69,8 +69,7 @@ def tensor_copy(
 ) -> Steps:
     """dst = src on chip; bit-accurate for equal dtypes, else through float32."""
     chosen = call.choose()
-    if dst.dtype != src.dtype:
-        check_conversion(call, dst, src)
+    check_conversion(call, dst, src)
     if chosen == "scalar":
         require(
             call, "tensor_copy on ScalarE", lambda t: t.scalar_tensor_copy,
@@ -265,7 +264,7 @@ def tensor_copy_predicated(
     if src.__class__ is not NkiTensor:
         _check_constant(call, "src", src, dst)
     yield {}
-    chosen = predicate.load().reshape(dst.shape) != 0
+    chosen = predicate.load(f"predicate of {call.name}").reshape(dst.shape) != 0
     if reverse_pred:
         chosen = ~chosen
     call.kept = chosen
@@ -277,19 +276,6 @@ _COMMANDS = "idle reset reduce reset_reduce"
 _BIASES = (FLOATS | INTEGERS | {"bool"}) - {"tfloat32"}
 _EXP_RESULTS = VECTOR_FLOATS | {"int8", "int16", "int32", "uint8", "uint16"}
 _EXP_INPUTS = (_EXP_RESULTS | {"uint32"}) - {"tfloat32"}
-
-
-def _check_range(machine: Machine, function: Op, values: np.ndarray) -> None:
-    """Record a warning when an input leaves the documented range of an approximation."""
-    low, high = function.valid or (-np.inf, np.inf)
-    checked = np.abs(values) if function.name == "reciprocal" else values
-    outside = (checked < low) | (checked > high)
-    if outside.any():
-        worst = float(values[outside][0])
-        machine.warn(
-            f"nisa.activation(nl.{function.name}): input {worst:g} is outside the documented "
-            f"range [{low:g}, {high:g}], where ScalarE's result is invalid"
-        )
 
 
 @instruction(
@@ -336,7 +322,14 @@ def _apply(machine: Machine, function: Op, values: np.ndarray, scale: Any, bias:
     if bias is not None and (bias.__class__ is NkiTensor or bias != 0.0):
         values = values + scalar_value(bias, values.ndim)
     if function.valid is not None:
-        _check_range(machine, function, values)
+        low, high = function.valid
+        checked = np.abs(values) if function.name == "reciprocal" else values
+        outside = values[(checked < low) | (checked > high)]
+        if outside.size:
+            machine.warn(
+                f"nisa.activation(nl.{function.name}): input {outside[0]:g} is outside the "
+                f"documented range [{low:g}, {high:g}], where ScalarE's result is invalid"
+            )
     result = function.activation(values)
     return result if result.dtype == F32 else result.astype(F32)
 
@@ -352,9 +345,8 @@ def activation_reduce(
     name: str | None = None,
 ) -> Any:
     """Do nisa.activation with reduce_cmd=reset_reduce."""
-    return INSTRUCTIONS["activation"](
-        dst, op, data, bias, scale, reduce_op, reduce_res, reduce_cmd.reset_reduce, name
-    )
+    issue: Any = activation
+    return issue(dst, op, data, bias, scale, reduce_op, reduce_res, reduce_cmd.reset_reduce, name)
 
 
 @instruction(

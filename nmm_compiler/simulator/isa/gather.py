@@ -16,7 +16,7 @@ from nmm_compiler.simulator.isa.enums import reduce_cmd
 from nmm_compiler.simulator.isa.instruction import Steps, instruction
 from nmm_compiler.simulator.isa.operands import ANY_DTYPE, INT32, SBUF, Call
 from nmm_compiler.simulator.isa.operators import Takes
-from nmm_compiler.simulator.isa.values import F32, f32, put, put_with_sum, scalar_value
+from nmm_compiler.simulator.isa.values import F32, f32, put, put_with_sum, rows_of, scalar_value
 from nmm_compiler.simulator.tensors.dtypes import FLOAT32, FLOATS, INTEGERS
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
@@ -140,7 +140,7 @@ def range_select(
             f"the hardware fills FP32_MIN ({FP32_MIN:g}) only",
         )
     yield {}
-    values = f32(on_true_tile).reshape(dst.shape[0], -1)
+    values = rows_of(on_true_tile)
     index = (range_start + np.arange(values.shape[1])).astype(F32)[None, :]
     low, high = scalar_value(bound0, 2), scalar_value(bound1, 2)
     above, below = comp_op0.alu(index, low) != 0, comp_op1.alu(index, high) != 0
@@ -172,12 +172,12 @@ def select_reduce(
 ) -> None:
     """dst = on_true where predicate, else on_false (number or [P, 1]), with an optional max."""
     partitions = dst.shape[0]
-    chosen = predicate.load().reshape(partitions, -1) != 0
+    chosen = predicate.load(f"predicate of {call.name}").reshape(partitions, -1) != 0
     if reverse_pred:
         chosen = ~chosen
     if on_false.__class__ is not NkiTensor:
         call.kept = chosen
-    values = f32(on_true).reshape(partitions, -1)
+    values = rows_of(on_true)
     put_with_sum(call, np.where(chosen, values, scalar_value(on_false, 2)))
 
 
@@ -196,7 +196,7 @@ _NUMBERS = frozenset({"float32", "int32"})
 def nc_n_gather(call: Call, dst: Any, data: Any, indices: Any) -> None:
     """dst[p, i] = data[p].flatten()[indices[p, i]] in every partition."""
     rows = data.shape[0]
-    chosen = indices.load("indices of nisa.nc_n_gather").reshape(rows, -1).astype(np.int64)
+    chosen = indices.load(f"indices of {call.name}").reshape(rows, -1).astype(np.int64)
     most = int(chosen.max())
     call.need(most < data.free_size, f"index {most} leaves data", OutOfBoundsError)
     call.move = lambda v: np.take_along_axis(v.reshape(rows, -1), chosen, axis=1).reshape(dst.shape)
@@ -211,7 +211,6 @@ def nc_n_gather(call: Call, dst: Any, data: Any, indices: Any) -> None:
     dtypes={"index": frozenset({"uint16"})},
     same_dtype="dst src_buffer",
     packed=True,
-    flows={"dst": poison.by_partition},
     cycles=cycles.local_gather,
 )
 def local_gather(
@@ -241,7 +240,7 @@ def local_gather(
     )
     yield {"indices": valid, "elements": num_elem_per_idx}
     values = src_buffer.load().reshape(partitions, -1)
-    rows = index.load("index of nisa.local_gather").reshape(partitions, width).astype(np.int64)
+    rows = index.load(f"index of {call.name}").reshape(partitions, width).astype(np.int64)
     firsts = _of_groups(rows)[:, :valid]
     places = (firsts[..., None] + np.arange(num_elem_per_idx)).reshape(len(firsts), -1)
     call.need(
@@ -270,16 +269,15 @@ def nc_stream_shuffle(call: Call, dst: Any, src: Any, shuffle_mask: Any) -> Step
     says = "shuffle_mask must be a list of 32 entries, each 0..31 or 255"
     call.need(isinstance(shuffle_mask, (list, tuple)), says, KernelArgumentError)
     mask = [call.integer("shuffle_mask", m) for m in shuffle_mask]
+    call.need(len(mask) == 32 and set(mask) <= {*range(32), 255}, says)
     active = -(-max(dst.shape[0], src.shape[0]) // 32)  # quadrants
     legal = {1: (0, 32, 64, 96), 2: (0, 64)}.get(active, (0,))
-    for role, access in (("src", call.reads[0]), ("dst", call.writes[0])):
-        start = access.partition_start
-        call.should(
-            start in legal,
-            f"{role} starts at partition {start}; with {32 * active} active ones it starts at "
-            f"{' or '.join(map(str, legal))}",
-        )
-    call.need(len(mask) == 32 and set(mask) <= {*range(32), 255}, says)
+    starts = [access.partition_start for access in (*call.reads, *call.writes)]
+    call.should(
+        set(starts) <= set(legal),
+        f"src and dst start at partitions {starts}; with {32 * active} active ones they start at "
+        f"{' or '.join(map(str, legal))}",
+    )
     yield {}
     partition = np.arange(dst.shape[0]).reshape(-1, *[1] * (len(dst.shape) - 1))
     entry = np.asarray(mask)[partition % 32]
@@ -300,7 +298,6 @@ def nc_stream_shuffle(call: Call, dst: Any, src: Any, shuffle_mask: Any) -> Step
     memory=SBUF,
     dtypes={"dst": frozenset({"int32"}), "src": _NUMBERS},
     integers={"index_offset": INT32, "padding_val": INT32},
-    compares=True,
 )
 def nonzero_with_count(
     call: Call,
@@ -314,7 +311,7 @@ def nonzero_with_count(
         mask = src[p : p + 1].missing()
         if mask is not None and mask.all():
             continue  # a group that is not used: its results stay unwritten
-        row = src[p : p + 1].load().reshape(-1)
+        row = src[p : p + 1].load(f"a comparison, {call.name}").reshape(-1)
         found = np.flatnonzero(row) + index_offset
         padding = np.full(row.size - found.size, padding_val, np.int64)
         put(dst[p : p + 1], np.concatenate([found, padding, [found.size]]))
@@ -325,18 +322,14 @@ def nonzero_with_count(
     operands="segment_ids[1 N] -> dst[1 2*N]",
     memory=SBUF,
     dtypes={"dst": _NUMBERS, "segment_ids": _NUMBERS},
-    compares=True,
 )
 def sequence_bounds(call: Call, dst: Any, segment_ids: Any) -> None:
     """dst[0, 0, i], dst[0, 1, i] = first and past-the-end index of the segment of element i."""
-    count = segment_ids.free_size
-    ids = segment_ids.load().reshape(-1)
-    result = np.zeros((2, count), F32)
-    for i, value in enumerate(ids):
-        same = np.flatnonzero(ids == value)
-        none = value == 0 or not len(same)  # NaN is no segment's number
-        result[:, i] = (count, -1) if none else (same[0], same[-1] + 1)
-    put(dst, result)
+    ids = segment_ids.load(f"a comparison, {call.name}").reshape(-1)
+    same = ids[:, None] == ids
+    none = (ids == 0) | ~same.any(axis=1)  # NaN is no segment's number
+    first, behind = same.argmax(axis=1), len(ids) - same[:, ::-1].argmax(axis=1)
+    put(dst, np.where(none, [[len(ids)], [-1]], [first, behind]).astype(F32))
 
 
 @instruction(

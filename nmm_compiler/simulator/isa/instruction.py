@@ -1,4 +1,4 @@
-"""`@instruction`: what an instruction declares, and the one `issue` behind all of `nki.isa`.
+"""`@instruction`: what an instruction declares, and the one call behind all of `nki.isa`.
 
 An instruction is its row and a function. The row says which operands it takes, in which memories,
 of which dtypes and shapes, and what may be written over what is read; a call is held to
@@ -14,6 +14,7 @@ only warns, and calls with runtime addresses are never remembered.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import re
@@ -35,56 +36,60 @@ from nmm_compiler.simulator.isa.cycles import Cycles, one_pass
 from nmm_compiler.simulator.isa.operands import (
     ON_CHIP,
     Call,
-    Equation,
     check_dtype,
     check_hazard,
     check_pair,
     collide,
     indirect_operand,
     member,
-    operand,
     require_present,
 )
 from nmm_compiler.simulator.isa.operators import YOUNG_ALU_OPERATORS, Takes
 from nmm_compiler.simulator.isa.poison import Flow, spread
 from nmm_compiler.simulator.machine import CURRENT, Machine, current
-from nmm_compiler.simulator.tensors.memory import Storage
 from nmm_compiler.simulator.tensors.registers import VirtualRegister
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 from nmm_compiler.simulator.trace import Instruction
 
-Attributes = dict[str, Any]
 Arguments = dict[str, Any]
-Steps = Iterator[Attributes]
-Outcome = tuple[str, Attributes, int]
+Steps = Iterator[Arguments]
+Outcome = tuple[str, Arguments, int]
 """What a call came to: its engine, its attributes, and its kind as of `Instruction`."""
 P = ParamSpec("P")
 
 _NUMBERS = int, float, np.number, VirtualRegister
 _OPERAND = re.compile(r"(\w+)(?:\[([^]]*)])?")
+_TERM = re.compile(r"(?=\S)(?:(\d+)\*)?([A-Z]?)\+?(\d*)")
 _SEQUENCES = tuple, list
 _KINDS = itertools.count(1)
 _KEPT = 100_000
 MEMBERS: dict[str, type[Enum]] = {kind.__name__: kind for kind in enums.Member.__subclasses__()}
 """The enumerations by their names, which parameters that take a member of one have, too."""
-INSTRUCTIONS: dict[str, Any] = {}
-"""Every instruction of nki.isa by its name: a function with its `row`."""
+_MEMBERS_OF: dict[str, type[Enum]] = {**MEMBERS, "perf_mode": enums.matmul_perf_mode}
+_TEXTS = (
+    "engines", "streams", "same_dtype", "pair", "commands", "indirect", "indirect_engines", "lists",
+)  # fmt: skip
+"""The fields that are given as one text of several words."""
 
 
-@dataclass(kw_only=True)
-class instruction:  # noqa: N801 - a decorator, written as one
-    """The decorator of an instruction; its fields are the instruction's row.
+@dataclass(kw_only=True, eq=False, repr=False)
+class Row:
+    """An instruction: its row, and its function `body`; to call it is to issue it.
+
+    A parameter with the name of an enumeration takes a member of it, one that is annotated as a
+    `VirtualRegister` a register.
 
     Names of engines, operands and commands are given as one text, and are split into a tuple.
     module, op: where it is, and its name, that of the function unless given.
     engines: those that can run it; of several, the parameter `engine` chooses and the first is
         the default.
-    operands: the tensors that are read and, after `->`, written, each with its sizes as an
-        `Equation` has them: `stationary[K M], moving[K N] -> dst[M N]`. Those whose default is None
-        are optional. memory, memories: where they may be, all and some.
+    operands: the tensors that are read and, after `->`, written: `stationary[K M], moving[K N] ->
+        dst[M N]` gives partitions and elements per partition. A size is a letter, a number, or
+        both: `4*F`, `F+1`. One letter alone is a tensor's number of elements. Those whose default
+        is None are optional. memory, memories: where they may be, all and some.
     numbers: operands that are a number or a [P, 1] tensor, and the dtypes of such a tensor.
     constants: operands that are a tensor or a compile-time number.
-    limits: the sizes that a letter of the equation may have.
+    limits: the sizes that a letter may have.
     streams: operands that stream through the engine while the first destination is written,
         so that it may be such an operand. All others are read in an order of their own: no
         destination may share elements with one.
@@ -101,14 +106,14 @@ class instruction:  # noqa: N801 - a decorator, written as one
         after all of them have read.
     packed: it takes x4-packed operands, which it only moves, or is made for.
     flows: for an operand, where unwritten elements of it go; for a result, which of its elements
-        depend on those of any other operand: those of the same place in the first result and of the
-        same partition in others unless said.
-    compares: it needs known values of all operands.
+        depend on those of any other operand: those of the same place if both have the same sizes,
+        else those of the same partition, unless said.
     waits: the part after the yield runs without data as well; no call answers for another.
     named: it also takes `name=None`, and returns its record.
     cycles: how long it holds its engine.
     """
 
+    body: Callable[..., Any] = field(kw_only=False)
     engines: Sequence[str]
     module: str = "nisa"
     op: str = ""
@@ -133,26 +138,37 @@ class instruction:  # noqa: N801 - a decorator, written as one
     exchanges: bool = False
     packed: bool = False
     flows: Mapping[str, Flow] = field(default_factory=dict)
-    compares: bool = False
     waits: bool = False
     named: bool = True
     cycles: Cycles = one_pass
 
-    def __call__(self, body: Callable[Concatenate[Call, P], Any]) -> Callable[P, Any]:
-        """Return the instruction: a function that issues calls of it."""
-        self.op = self.op or body.__name__
-        self.body: Callable[..., Any] = body
+    def __post_init__(self) -> None:
+        body = self.body
+        self.op = self.__name__ = self.op or body.__name__
+        self.__doc__, self.__module__ = body.__doc__, body.__module__
         self.checks = inspect.isgeneratorfunction(body)
         parameters = list(inspect.signature(body).parameters.values())[1:]
         self.defaults = {p.name: p.default for p in parameters}
         if self.named:
             kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
             parameters.append(inspect.Parameter("name", kind, default=None))
-        self.signature = inspect.Signature(parameters)
-        self.members = [(name, MEMBERS[name]) for name in self.defaults if name in MEMBERS]
+        self.__signature__ = inspect.Signature(parameters)
+        for name in _TEXTS:
+            setattr(self, name, tuple(getattr(self, name).split()))
+        self.registers = [p.name for p in parameters if p.annotation == "VirtualRegister"]
+        self.members = [(name, _MEMBERS_OF[name]) for name in self.defaults if name in _MEMBERS_OF]
         read, written = (dict(_OPERAND.findall(side)) for side in self.operands.split("->"))
         sizes = {**read, **written, **dict.fromkeys(self.numbers, "P 1")}
-        self.equation = Equation(sizes, self.limits)
+        # (times, letter, plus) of each size
+        self.terms = {
+            role: [(int(t or 1), letter, int(plus or 0)) for t, letter, plus in _TERM.findall(text)]
+            for role, text in sizes.items()
+            if text
+        }
+        self.shapes = ", ".join(
+            [f"{role} [{text.replace(' ', ', ')}]" for role, text in sizes.items() if text]
+            + [f"{letter} in {_shown(allowed)}" for letter, allowed in self.limits.items()]
+        )
         where = {
             **dict.fromkeys(sizes, self.memory),
             **dict.fromkeys(self.numbers, ON_CHIP),
@@ -160,34 +176,22 @@ class instruction:  # noqa: N801 - a decorator, written as one
         }
         self.writes = {role: where[role] for role in written}
         self.first = next(iter(self.writes), "")
-        self.engines, self.indirect_engines = words(self.engines), words(self.indirect_engines)
-        self.streams, self.indirect = words(self.streams), words(self.indirect)
-        self.same_dtype, self.pair = words(self.same_dtype), words(self.pair)
-        self.commands, self.lists = words(self.commands), words(self.lists)
         self.constants = (*self.constants, *self.numbers)
         self.dtypes = {**self.numbers, **self.dtypes}
         self.reads = {role: where[role] for role in self.defaults if role in where.keys() - written}
         self.roles = {**self.writes, **self.reads}
-        # the number of an operator that may be unary
-        numbers = {n for n in self.numbers if n.replace("operand", "op") in self.operators}
-        self.optional = {r for r in self.roles if self.defaults[r] is None} | numbers
+        named = {role: role.replace("op", "operand") for role in self.operators}
+        self.number_of = {role: n for role, n in named.items() if n in self.numbers}
+        # an operator that may be unary may have none
+        unset = {role for role in self.roles if self.defaults[role] is None}
+        self.optional = unset | {*self.number_of.values()}
 
-        def issue(*given: P.args, **named: P.kwargs) -> Any:
-            return self.issue(given, named)
-
-        issue.__name__ = issue.__qualname__ = self.op
-        issue.__doc__, issue.__module__ = body.__doc__, body.__module__
-        issue.__signature__, issue.row = self.signature, self  # type: ignore[attr-defined]
-        if self.module == "nisa":
-            INSTRUCTIONS[self.op] = issue
-        return issue
-
-    def issue(self, given: tuple[Any, ...], named: Arguments) -> Instruction | None:
+    def __call__(self, *given: Any, **named: Any) -> Any:
         """Check, record and, with data, compute one call."""
         machine = CURRENT.machine or current()
         values, lost = named, False
         if given:
-            values = {**dict(zip(self.signature.parameters, given, strict=False)), **named}
+            values = {**dict(zip(self.__signature__.parameters, given, strict=False)), **named}
             lost = len(values) < len(given) + len(named)  # too many, or one of them twice
         name = values.pop("name", None) if self.named else None
         key = None if self.waits or self.lists or lost else self.key_of(values)
@@ -197,8 +201,10 @@ class instruction:  # noqa: N801 - a decorator, written as one
             key = known = None
         if known is None:
             try:
-                self.signature.bind_partial(**named)  # a misspelled name, before what it leaves out
-                self.signature.bind(*given, **named)
+                self.__signature__.bind_partial(
+                    **named
+                )  # a misspelled name, before what it leaves out
+                self.__signature__.bind(*given, **named)
             except TypeError as error:
                 raise machine.error(
                     KernelFailedError, f"{self.module}.{self.op}: {error}"
@@ -220,21 +226,20 @@ class instruction:  # noqa: N801 - a decorator, written as one
         """Return a key that calls share of which one answers for the others; None if none does.
 
         It holds the geometry of each tensor, where tensors of one storage lie to each other, and
-        the class and value of each other argument that is given.
+        the class and value of each other argument that is given, of a tuple or a list its text.
         """
         key: list[Any] = [self.op, *values]
         views: list[NkiTensor] = []
-        storages: list[Storage] = []
         for value in values.values():
             kind = value.__class__
             if kind is NkiTensor:
                 if value.indirection is not None:
                     return None
                 views.append(value)
-                storages.append(value.storage)
                 key += [value.geometry]
             else:
-                key += kind, _key_of(value) if kind in _SEQUENCES else value
+                key += kind, repr(value) if kind in _SEQUENCES else value
+        storages = [view.storage for view in views]
         if len(set(storages)) < len(storages):
             for storage, view in zip(storages, views, strict=True):
                 first = storages.index(storage)
@@ -290,6 +295,10 @@ class instruction:  # noqa: N801 - a decorator, written as one
         if arguments.get("priority") is not None:  # the class of service of a DMA
             call.integer("priority", arguments["priority"], range(4))
             require_present(call, "dma priority")
+        for role in self.registers:
+            given = arguments[role]
+            says = f"{role} is {type(given).__name__}; pass a register"
+            call.need(isinstance(given, VirtualRegister), says)
         for role in self.lists:
             fits = isinstance(arguments[role], _SEQUENCES) and len(arguments[role]) > 0
             call.need(fits, f"{role} must be a list of tensors", KernelArgumentError)
@@ -301,7 +310,7 @@ class instruction:  # noqa: N801 - a decorator, written as one
             for view in call.each(role):
                 if not (view is None and role in self.optional):
                     self._check_operand(call, role, view)
-        self.equation.check(call, call.tensors(self.roles))
+        self._check_sizes(call)
         call.need(
             len({view.dtype for _, view in call.tensors(self.same_dtype)}) < 2,
             f"the dtypes of {' and '.join(self.same_dtype)} must be the same",
@@ -315,12 +324,46 @@ class instruction:  # noqa: N801 - a decorator, written as one
         if role in self.constants and not isinstance(view, NkiTensor):
             call.need(isinstance(view, _NUMBERS), f"{role} must be a number or a tensor")
             return
-        operand(call, role, view, self.roles[role])
+        call.need(view.__class__ is NkiTensor, f"{role} must be a tensor")
+        access, memories = view.access(), self.roles[role]
+        places = " or ".join(m.upper() for m in memories)
+        says = f"{role} is in {access.memory.upper()}, it must be in {places}; copy it there first"
+        call.need(access.memory in memories, says)
+        call.need(
+            view.dtype.kind != "packed" or self.packed,
+            f"engines move {view.dtype} but do not compute with it; multiply it with "
+            f"nisa.nc_matmul_mx, or pass .view(nl.uint8) as {role}",
+        )
+        if "hbm" not in memories:
+            start, count = access.partition_start, access.partitions
+            if role.endswith("_scale") and start % 32 in (4, 8, 12):
+                # scales of MX blocks may be at an offset in each quadrant (mxfp-matmul: packing
+                # scales)
+                start -= start % 32
+            call.should(
+                start % 32 == 0 and count <= (128, 32, 64, 32)[start // 32 % 4],
+                f"{role} starts at partition {start} with {count} partitions; up to 32 partitions "
+                "may start at 0, 32, 64, 96, up to 64 at 0, 64, more at 0",
+            )
+            call.should(not view.geometry.far, f"{role} has {view.geometry.far}")
         if self.dtypes.get(role):
             check_dtype(call, role, view, self.dtypes[role])
-        if role in self.ranks:
-            most = f"{role} has at most {self.ranks[role]} dimensions; flatten some"
-            call.should(len(view.shape) <= self.ranks[role], most)
+        most = self.ranks.get(role, len(view.shape))
+        says = f"{role} has at most {most} dimensions; flatten some"
+        call.should(len(view.shape) <= most, says)
+
+    def _check_sizes(self, call: Call) -> None:
+        """Refuse operands whose sizes do not fit together."""
+        sizes: dict[str, int] = {}
+        fit = True
+        for role, view in call.tensors(self.roles):
+            terms = self.terms.get(role, ())
+            have = (view.size,) if len(terms) == 1 else (view.shape[0], view.free_size)
+            for (times, letter, plus), size in zip(terms, have, strict=False):
+                known = sizes.setdefault(letter, (size - plus) // times) if letter else 0
+                fit = fit and known >= 0 and known * times + plus == size
+        fit = fit and all(sizes.get(x, known.start) in known for x, known in self.limits.items())
+        call.need(fit, f"shapes, as partitions and elements per partition, must be {self.shapes}")
 
     def _check_command(self, call: Call, command: Any) -> None:
         """Check reduce_cmd, and that a first value comes with load_reduce and only with it."""
@@ -330,23 +373,18 @@ class instruction:  # noqa: N801 - a decorator, written as one
             f"reduce_cmd must be {' or '.join(self.commands)}",
             UnsupportedInstructionError,
         )
-        given, default = call.arguments.get(first), self.defaults.get(first)
-        unset = given is default or (not isinstance(given, NkiTensor) and given == default)
-        if name == "load_reduce":
-            says, fits = f"load_reduce needs {first}, the first value", given is not None
-        else:
-            says, fits = f"only load_reduce reads {first}; leave it unset", unset
+        given = call.arguments.get(first)
+        says, fits = f"load_reduce needs {first}, the first value", given is not None
+        if name != "load_reduce":
+            says = f"only load_reduce reads {first}; leave it unset"
+            fits = not isinstance(given, NkiTensor) and given == self.defaults.get(first)
         call.need(fits, says, KernelArgumentError)
 
     def _check_operators(self, call: Call) -> None:
         """Check that binary operators have their number and others none, and bits of integers."""
-        bits = False
-        for role in self.operators:
-            op, number = call.arguments[role], role.replace("op", "operand")
-            bits = bits or (op is not None and "bitvec" in op.kind)
-            if number not in self.numbers:
-                continue
-            given, kind = call.arguments[number], UnsupportedInstructionError
+        ops, kind = {r: call.arguments[r] for r in self.operators}, UnsupportedInstructionError
+        for role, number in self.number_of.items():
+            op, given = ops[role], call.arguments[number]
             if op is None:
                 call.need(given is None, f"{number} without {role}", kind)
             elif "unary" in op.kind:
@@ -354,7 +392,7 @@ class instruction:  # noqa: N801 - a decorator, written as one
                 call.need(given in (None, 0), none, kind)
             elif op.kind != "bypass":
                 call.need(given is not None, f"{op} needs {number}, which is None", kind)
-        if bits:
+        if any(op is not None and "bitvec" in op.kind for op in ops.values()):
             here = call.engine == "vector" or self.engines == ("gpsimd",)
             call.need(here, f"bit operators run on the vector engine, not {call.engine}")
             of_tensors = all(v.dtype.kind in ("int", "bool") for _, v in call.tensors(self.roles))
@@ -392,12 +430,13 @@ class instruction:  # noqa: N801 - a decorator, written as one
             call.should(not collide(call.machine, one, other, False), says, HazardError)
 
 
-def words(text: Any) -> tuple[str, ...]:
-    """Return the words of a text."""
-    return tuple(text.split())
+def instruction(
+    **row: Any,
+) -> Callable[[Callable[Concatenate[Call, P], Any]], Callable[P, Any]]:
+    """Return the decorator that makes the instruction of a function, with these fields of a row."""
+    return functools.partial(Row, **row)
 
 
-def _key_of(value: Any) -> Any:
-    """Return a key that equal values of one class share, and tuples and lists of them."""
-    kind = value.__class__
-    return (kind, *map(_key_of, value)) if kind in _SEQUENCES else (kind, value)
+def _shown(allowed: range) -> str:
+    step = f" in steps of {allowed.step}" if allowed.step > 1 else ""
+    return f"{allowed[0]}..{allowed[-1]}{step}"

@@ -13,14 +13,17 @@ from nmm_compiler.simulator.isa import (
     reductions,
     tensor_engine,
 )
-from nmm_compiler.simulator.isa.instruction import INSTRUCTIONS, MEMBERS
+from nmm_compiler.simulator.isa.instruction import MEMBERS, Row
 from nmm_compiler.simulator.tensors.registers import VirtualRegister
 from nmm_compiler.simulator.trace import Instruction
 
 FAMILIES = (
     dma, elementwise, gather, program_state, reductions, tensor_engine,
 )  # fmt: skip
-"""The files of instructions; loading them fills INSTRUCTIONS."""
+"""The files of instructions."""
+INSTRUCTIONS: dict[str, Any] = {
+    name: row for family in FAMILIES for name, row in vars(family).items() if isinstance(row, Row)
+}
 
 CONSTANTS: dict[str, Any] = {**MEMBERS, "nc_version": enums.nc_version}
 NAMES: dict[str, Any] = {

@@ -1,14 +1,8 @@
-"""Checks of operands: memory, partition, shape, dtype, engine, hazards; and of the target.
-
-Sizes are checked by an `Equation`: `stationary[K M], moving[K N] -> dst[M N]` gives partitions and
-elements per partition. A size is a letter, a number, or both: `4*F`, `F+1`. One letter alone is a
-tensor's number of elements.
-"""
+"""One call of an instruction, and the checks of its operands: dtype, address, hazards, target."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import Any
 
@@ -94,13 +88,10 @@ class Call:
         """Choose the engine now: the one that the kernel gave, or the default."""
         allowed, given = self.row.engines, self.arguments.get("engine")
         name = default or allowed[0]
-        if given is not None and given is not enums.engine.unknown:
-            name = given._name_ if given.__class__ is enums.engine else ""
-        self.need(
-            name in allowed,
-            f"it cannot run on {getattr(given, 'name', given)}; use {', '.join(allowed)} or leave "
-            "engine unset",
-        )
+        if given not in (None, enums.engine.unknown):
+            name = given._name_
+        says = f"it cannot run on {name}; use {', '.join(allowed)} or leave engine unset"
+        self.need(name in allowed, says)
         views = self.tensors(self.row.roles)
         self.need(
             name != "gpsimd" or all(view.memory != "psum" for _, view in views),
@@ -111,36 +102,14 @@ class Call:
 
     def integer(self, role: str, value: Any, allowed: range = INT32) -> int:
         """Return a compile-time integer of the instruction's field, int32 unless said."""
-        known = isinstance(value, (int, np.integer))
-        self.need(known, f"{role} is no compile-time integer", KernelArgumentError)
+        self.need(
+            isinstance(value, (int, np.integer)),
+            f"{role} is no compile-time integer",
+            KernelArgumentError,
+        )
         says = f"{role}={value} must be in {allowed.start}..{allowed.stop - 1}"
         self.need(int(value) in allowed, says, HazardError)
         return int(value)
-
-
-def operand(call: Call, role: str, view: Any, memories: tuple[str, ...]) -> None:
-    """Check that `view` is a tensor in one of `memories` at a legal partition."""
-    call.need(view.__class__ is NkiTensor, f"{role} must be a tensor")
-    access = view.access()
-    places = " or ".join(m.upper() for m in memories)
-    says = f"{role} is in {access.memory.upper()}, it must be in {places}; copy it there first"
-    call.need(access.memory in memories, says)
-    start, count = access.partition_start, access.partitions
-    if role.endswith("_scale") and start % 32 in (4, 8, 12):
-        # scales of MX blocks may be at an offset in each quadrant (mxfp-matmul: packing scales)
-        start -= start % 32
-    call.need(
-        view.dtype.kind != "packed" or call.row.packed,
-        f"engines move {view.dtype} but do not compute with it; multiply it with nisa.nc_matmul_mx,"
-        f" or pass .view(nl.uint8) as {role}",
-    )
-    if "hbm" not in memories:
-        call.should(
-            start % 32 == 0 and count <= (128, 32, 64, 32)[start // 32 % 4],
-            f"{role} starts at partition {start} with {count} partitions; up to 32 partitions may "
-            "start at 0, 32, 64, 96, up to 64 at 0, 64, more at 0",
-        )
-        call.should(not view.geometry.far, f"{role} has {view.geometry.far}")
 
 
 def check_dtype(call: Call, role: str, view: NkiTensor, allowed: frozenset[str]) -> None:
@@ -153,11 +122,11 @@ def member(call: Call, role: str, given: Any, members: type[Enum]) -> Enum:
     """Return the member of an enumeration that a parameter means, or refuse it.
 
     None means `unknown`, or the first member where the enumeration has no such one.
-    A member's number warns: NKI 0.3.0 refuses it, and production kernels of nki-library pass it.
+    A member's value warns: NKI 0.3.0 refuses it, and production kernels of nki-library pass it.
     """
     if given is None:
         return members.__members__.get("unknown", next(iter(members)))
-    known = [m for m in members if given.__class__ is int and m.value == given]
+    known = [m for m in members if given.__class__ in (int, str) and m.value == given]
     name = f"nisa.{members.__name__}"
     says = f"{role} must be a member of {name}, such as {name}.{next(iter(members)).name}"
     call.need(known, says, KernelArgumentError)
@@ -169,7 +138,7 @@ def member(call: Call, role: str, given: Any, members: type[Enum]) -> Enum:
 def check_conversion(call: Call, dst: NkiTensor, src: NkiTensor) -> None:
     """Refuse to convert x4-packed elements, each of which holds four numbers."""
     call.need(
-        "packed" not in (dst.dtype.kind, src.dtype.kind),
+        dst.dtype == src.dtype or "packed" not in (dst.dtype.kind, src.dtype.kind),
         "x4-packed elements are moved, not converted; make the dtypes equal",
     )
 
@@ -200,6 +169,15 @@ def indirect_operand(
     allowed: the engines on which the operand may be a `.indirect()` view.
     """
     kind, index = view.indirection.kind, view.indirection.index
+    if chosen == "dma":
+        mode = call.arguments.get("dge_mode")
+        none, hardware = mode is enums.dge_mode.none, mode is enums.dge_mode.hwdge
+        call.need(not none, "dge_mode.none takes no runtime address; leave it unset")
+        call.need(
+            kind != "vector" or (view.memory == "hbm" and not hardware),
+            "a tensor with a vector_offset must be in HBM, and takes no hwdge; leave dge_mode "
+            "unset",
+        )
     if kind != "columns" and index.__class__ is VirtualRegister:
         return ()
     where = f"the index of {role}, {index!r:.90},"
@@ -316,50 +294,3 @@ def collide(machine: Machine, dst: NkiTensor, other: NkiTensor, in_order: bool) 
     last = np.arange(1, written.shape[1] + 1)[::-1] * steps - 1
     overwritten[written[:, ::-1] - low] = last[:, None]  # of several writes the first one counts
     return bool((overwritten[read - low] < np.arange(reads)[:, None]).any())
-
-
-# Shape equations: how the sizes of operands depend on each other
-
-
-_TERM = re.compile(r"^(?:(\d+)\*)?([A-Z]?)\+?(\d*)$")
-Term = tuple[int, str, int]
-
-
-def _term(text: str) -> Term:
-    """Return (times, letter, plus) of a size."""
-    ((times, letter, plus),) = _TERM.findall(text)
-    return int(times or 1), letter, int(plus or 0)
-
-
-class Equation:
-    """The sizes of the operands of an instruction: text for each, "" for any.
-
-    limits: the sizes that a letter may have.
-    """
-
-    def __init__(self, sizes: Mapping[str, str], limits: Mapping[str, range]) -> None:
-        self.limits = limits
-        given = {role: text.split() for role, text in sizes.items() if text}
-        self.terms = {role: [_term(size) for size in texts] for role, texts in given.items()}
-        self.says = ", ".join(
-            [f"{role} [{', '.join(texts)}]" for role, texts in given.items()]
-            + [f"{letter} in {_shown(allowed)}" for letter, allowed in limits.items()]
-        )
-
-    def check(self, call: Call, given: list[tuple[str, NkiTensor]]) -> None:
-        """Refuse operands that do not fit together."""
-        sizes: dict[str, int] = {}
-        fit = True
-        for role, view in given:
-            terms = self.terms.get(role, ())
-            have = (view.size,) if len(terms) == 1 else (view.shape[0], view.free_size)
-            for (times, letter, plus), size in zip(terms, have, strict=False):
-                known = sizes.setdefault(letter, (size - plus) // times) if letter else 0
-                fit = fit and known >= 0 and known * times + plus == size
-        fit = fit and all(sizes.get(x, known.start) in known for x, known in self.limits.items())
-        call.need(fit, f"shapes, as partitions and elements per partition, must be {self.says}")
-
-
-def _shown(allowed: range) -> str:
-    step = f" in steps of {allowed.step}" if allowed.step > 1 else ""
-    return f"{allowed[0]}..{allowed[-1]}{step}"

@@ -40,11 +40,6 @@ class Op:
     identity: float = 0.0
     valid: tuple[float, float] | None = None
 
-    @property
-    def nki_op(self) -> Op:
-        """The operator: as of the function of that name, where there is one."""
-        return self
-
     def __repr__(self) -> str:
         return f"nl.{self.name}"
 
@@ -219,7 +214,7 @@ class Takes:
             return BY_NAME.get(self.default)
         name, problem = getattr(given, "__name__", str(given)), ""
         known = BY_NAME.get(_NUMPY_NAMES.get(name, name))
-        found: Any = getattr(given, "nki_op", known)
+        found: Any = given if isinstance(given, Op) else getattr(given, "nki_op", known)
         if found is None:
             call.need(
                 False,

@@ -2,10 +2,10 @@
 
 The tensor records a read of such elements with their mask (`NkiTensor.load`). After the instruction
 has computed, `spread` marks the dependent elements of its results. What moves elements moves their
-marks by the same function. Else the row of the instruction names a flow for each result: exact for
-elementwise work, products and reductions; whole partitions where an instruction mixes a partition's
-elements; all of them where it mixes partitions. A predicate and an index need known values: the
-kernel is refused there, and where a marked element reaches an output.
+marks by the same function. Else the row of the instruction names a flow, or the sizes say it: exact
+for elementwise work, products and reductions; whole partitions where an instruction mixes a
+partition's elements; all of them where it mixes partitions. A predicate and an index need known
+values: the kernel is refused there, and where a marked element reaches an output.
 A comparison is elementwise work as any other, so its results are marked: nki-library's
 cross_entropy_backward compares a tile of which it filled half the rows, and stores that half only.
 """
@@ -17,13 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from nmm_compiler.simulator.tensors.elements import mark, refuse_poison
+from nmm_compiler.simulator.tensors.elements import mark
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
 Flow = Callable[[np.ndarray, NkiTensor], np.ndarray]
-
-KNOWN = ("predicate", "indices", "index", "src_seeds")
-"""Operands whose values an instruction needs, whatever instruction it is."""
 
 
 def _blocks(mask: np.ndarray, dst: NkiTensor, rows: int, columns: int) -> np.ndarray:
@@ -81,15 +78,6 @@ def across(mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
     return mask.reshape(len(mask), -1).any(axis=0).reshape(dst.shape)
 
 
-def scaled(mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
-    """A group of 8 partitions x 4 values to its scale."""
-    groups = np.asarray(mask.reshape(len(mask) // 8, 8, -1, 4).any(axis=(1, 3)))
-    scales = np.zeros((dst.shape[0], groups.shape[1]), np.bool_)
-    number = np.arange(len(groups))
-    scales[number // 4 * 32 + number % 4] = groups
-    return scales.reshape(dst.shape)
-
-
 def everywhere(mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
     """Any element to all."""
     return np.asarray(mask.any())
@@ -101,19 +89,17 @@ def spread(call: Any) -> None:
     noted, machine.poisoned = machine.poisoned, []
     results = call.tensors(row.writes)
     for view, mask, origin in noted:
-        sources = [role for role, given in call.tensors(row.reads) if given is view]
-        needed = [role for role in sources if role in KNOWN]
-        if row.compares or needed:
-            what = "a comparison, " if row.compares else f"{needed[0]} of "
-            what += f"nisa.{call.op}"
-            refuse_poison(machine, what, origin, mask)
-            continue
+        sources = [role for role, given in call.tensors(row.reads) if given is view] or [""]
         for role, dst in results:
-            keep, default = call.kept, by_place if role == row.first else by_partition
-            flows = [row.flows[source] for source in sources if source in row.flows]
-            flows = flows or [row.flows.get(role, default)]
-            here = np.logical_or.reduce([flow(mask, dst) for flow in flows])
-            here = call.move(mask) if call.move else here
+            terms, keep = row.terms.get(role), call.kept
+            flows = [
+                row.flows.get(source)
+                or row.flows.get(role)
+                or (by_place if row.terms.get(source) == terms else by_partition)
+                for source in sources
+            ]
+            moved = [call.move(mask)] if call.move else [flow(mask, dst) for flow in flows]
+            here = np.logical_or.reduce(moved)
             if keep is not None and keep.size == dst.size:
                 here = here & keep.reshape(dst.shape)
             if here.any():

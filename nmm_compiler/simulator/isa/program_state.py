@@ -47,12 +47,12 @@ def rng(call: Call, dst: Any, engine: Any = engine.vector) -> None:
 @instruction(
     engines="vector",
     operands="src_seeds[1 1] ->",
+    dtypes={"src_seeds": frozenset({"float32", "tfloat32", "int32", "uint32"})},
 )
-def set_rng_seed(call: Call, src_seeds: Any) -> Steps:
+def set_rng_seed(call: Call, src_seeds: Any) -> None:
     """Seed VectorE's generator with a [1, 1] 32-bit value."""
-    call.need(src_seeds.dtype.item_bytes == 4, "src_seeds must be a 32-bit value")
-    yield {}
-    seed = int(np.ascontiguousarray(src_seeds.load()).reshape(-1).view(np.uint32)[0])
+    bits = src_seeds.load(f"src_seeds of {call.name}").tobytes()
+    seed = int.from_bytes(bits, "little")
     call.machine.random_state = np.random.default_rng(seed)
 
 
@@ -76,7 +76,7 @@ def rand_set_state(call: Call, src_seeds: Any, engine: Any = engine.gpsimd) -> S
     """Seed an engine's generators from a uint32 tile."""
     machine, chosen = call.machine, _check_state(call, src_seeds)
     yield {}
-    seeds = src_seeds.load()
+    seeds = src_seeds.load(f"src_seeds of {call.name}")
     machine.accumulators["random " + chosen] = seeds.copy()
     machine.random_state = np.random.default_rng([int(s) for s in seeds.reshape(-1)])
 
@@ -155,16 +155,9 @@ def register_alloc(x: Any = None) -> VirtualRegister:
     return VirtualRegister(x)
 
 
-def _check_register(call: Call, role: str) -> None:
-    given = call.arguments[role]
-    says = f"{role} is {type(given).__name__}; pass a register"
-    call.need(isinstance(given, VirtualRegister), says)
-
-
 @instruction(engines="sync", waits=True, named=False)
-def register_move(call: Call, dst: Any, src: Any) -> Steps:
+def register_move(call: Call, dst: VirtualRegister, src: Any) -> Steps:
     """dst = src, an integer or another register."""
-    _check_register(call, "dst")
     if not isinstance(src, VirtualRegister):
         src = VirtualRegister(call.integer("src", src, range(-(2**31), 2**32)), symbol="")
     yield {}
@@ -178,12 +171,9 @@ def register_move(call: Call, dst: Any, src: Any) -> Steps:
     waits=True,
     named=False,
 )
-def register_load(call: Call, dst: Any, src: Any) -> Steps:
+def register_load(call: Call, dst: VirtualRegister, src: Any) -> Steps:
     """dst = the single element of src (HBM or SBUF)."""
-    _check_register(call, "dst")
-    call.need(
-        src.dtype.item_bytes <= 4 and src.dtype.kind != "packed", "a register holds up to 32 bits"
-    )
+    call.need(src.dtype.item_bytes <= 4, "a register holds up to 32 bits")
     yield {}
     value = src.load("a register").reshape(-1)[0] if call.machine.data else 0
     dst.write(value, known=call.machine.data)
@@ -195,15 +185,13 @@ def register_load(call: Call, dst: Any, src: Any) -> Steps:
     memory=DMA_MEMORIES,
     named=False,
 )
-def register_store(call: Call, dst: Any, src: Any) -> Steps:
+def register_store(call: Call, dst: Any, src: VirtualRegister) -> None:
     """dst (one element, HBM or SBUF) = register src."""
-    _check_register(call, "src")
-    yield {}
     put(dst, np.full(dst.shape, src.read(), np.float32))
 
 
 @instruction(
-    engines="gpsimd",
+    engines="gpsimd tensor vector scalar sync",
     operands="data ->",
     memory=("hbm",),
     waits=True,
@@ -222,8 +210,6 @@ def core_barrier(call: Call, data: Any, cores: Any, engine: Any = engine.gpsimd)
         "the other core does not see data; allocate it in nl.shared_hbm",
     )
     call.writes += call.reads
-    call.engine = "gpsimd" if engine.name == "unknown" else engine.name
-    call.need(call.engine != "dma", "engine=dma has no sequencer; use another engine")
     yield {}
     machine.programs.meet(
         machine, "nisa.core_barrier", (machine.rank,), machine.program_id, machine.grid, orders=True

@@ -22,6 +22,7 @@ from nmm_compiler.simulator.isa.values import (
     keep,
     put,
     put_with_sum,
+    rows_of,
     scalar_value,
 )
 from nmm_compiler.simulator.tensors.dtypes import FLOAT8, FLOAT32
@@ -202,9 +203,8 @@ def tensor_tensor_scan(
     reverse1: bool = False,
 ) -> None:
     """dst[i] = op1(op0(data0[i], dst[i - 1]), data1[i]) along the free dimension, on VectorE."""
-    partitions = data0.shape[0]
-    x, y = f32(data0).reshape(partitions, -1), f32(data1).reshape(partitions, -1)
-    state = np.broadcast_to(np.asarray(scalar_value(initial, 1), F32).reshape(-1), (partitions,))
+    x, y = rows_of(data0), rows_of(data1)
+    state = np.broadcast_to(np.asarray(scalar_value(initial, 1), F32).reshape(-1), (len(x),))
     result, f, g = np.empty_like(x), op0.alu, op1.alu
     for i in range(x.shape[1]):
         inner = f(state, x[:, i]) if reverse0 else f(x[:, i], state)
@@ -216,26 +216,22 @@ def tensor_tensor_scan(
     engines="vector",
     operands="data[P F] -> dst[P 6]",
     limits={"F": range(1, 513)},
-    flows={"dst": poison.by_partition},
 )
 def bn_stats(call: Call, dst: Any, data: Any) -> None:
     """dst = (count, mean, variance * count) of the even, then of the odd elements."""
-    values = f32(data).reshape(data.shape[0], -1)
-    result = np.zeros((data.shape[0], 6), F32)
-    for start in (0, 1):
+    values = rows_of(data)
+    result = np.zeros((data.shape[0], 2, 3), F32)
+    for start in range(min(values.shape[1], 2)):  # one element alone is even
         part = values[:, start::2].astype(np.float64)
-        if part.size:
-            average = part.mean(axis=1)
-            result[:, 3 * start] = part.shape[1]
-            result[:, 3 * start + 1] = average
-            result[:, 3 * start + 2] = ((part - average[:, None]) ** 2).sum(axis=1)
+        average = part.mean(axis=1)
+        spread = ((part - average[:, None]) ** 2).sum(axis=1)
+        result[:, start] = np.stack([np.full(len(part), part.shape[1]), average, spread], axis=1)
     put(dst, result)
 
 
 @instruction(
     engines="vector",
     operands="data[P 3*T] -> dst[P 2]",
-    flows={"dst": poison.by_partition},
     cycles=cycles.linear(13.0, over=3.0),  # for each triple of statistics
 )
 def bn_aggr(call: Call, dst: Any, data: Any) -> None:
@@ -253,11 +249,10 @@ def bn_aggr(call: Call, dst: Any, data: Any) -> None:
     operands="src[P F] -> dst[P 8]",
     limits={"F": _EIGHT_OF},
     ranks={"dst": 2, "src": 3},
-    flows={"dst": poison.by_partition},
 )
 def max8(call: Call, dst: Any, src: Any) -> None:
     """dst = the 8 largest values of each partition, descending."""
-    values = f32(src).reshape(src.shape[0], -1)
+    values = rows_of(src)
     top = np.sort(values, axis=1)[:, ::-1][:, :8]
     put(dst, np.ascontiguousarray(top))
 
@@ -269,15 +264,11 @@ def find_eight(
 
     Occurrences are given to equal values from the first to the last slot, or backwards.
     """
-    partitions = data.shape[0]
-    places = np.zeros((partitions, 8), np.int64)
-    found = np.zeros((partitions, 8), np.bool_)
-    used = np.zeros(data.shape, np.bool_)
-    rows = np.arange(partitions)
+    places, found = (np.zeros(wanted.shape, kind) for kind in (np.int64, np.bool_))
+    used, rows = np.zeros(data.shape, np.bool_), np.arange(len(data))
     for slot in range(7, -1, -1) if backwards else range(8):
         match = (data == wanted[:, slot : slot + 1]) & ~used
-        hit = match.any(axis=1)
-        place = match.argmax(axis=1)
+        hit, place = match.any(axis=1), match.argmax(axis=1)
         places[:, slot], found[:, slot] = place, hit
         used[rows[hit], place[hit]] = True
     return places, found
@@ -293,9 +284,7 @@ def find_eight(
 )
 def nc_find_index8(call: Call, dst: Any, data: Any, vals: Any) -> None:
     """dst = positions of 8 values in each partition of data; all ones where absent."""
-    places, found = find_eight(
-        f32(data).reshape(data.shape[0], -1), f32(vals).reshape(vals.shape[0], 8), False
-    )
+    places, found = find_eight(rows_of(data), rows_of(vals), False)
     put(dst, np.where(found, places, dst.dtype.high))
 
 
@@ -318,11 +307,10 @@ def nc_match_replace8(
     """dst = data with the first occurrence of each of 8 values replaced by imm."""
     call.number("imm", imm)
     yield {}
-    values = f32(data).reshape(data.shape[0], -1)
-    places, found = find_eight(values, f32(vals).reshape(vals.shape[0], 8), True)
+    values = rows_of(data)
+    places, found = find_eight(values, rows_of(vals), True)
     result = values.copy()
-    rows = np.broadcast_to(np.arange(values.shape[0])[:, None], places.shape)
-    result[rows[found], places[found]] = imm
+    result[np.nonzero(found)[0], places[found]] = imm
     put(dst, result)
     if dst_idx is not None:
         put(dst_idx, np.where(found, places, dst_idx.dtype.high))

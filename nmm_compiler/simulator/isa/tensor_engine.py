@@ -17,7 +17,7 @@ from nmm_compiler.simulator.isa import poison
 from nmm_compiler.simulator.isa.enums import engine, matmul_perf_mode
 from nmm_compiler.simulator.isa.instruction import Steps, instruction
 from nmm_compiler.simulator.isa.operands import PSUM, SBUF, Call, require, require_present
-from nmm_compiler.simulator.isa.values import F32, accumulate_product, check_bank, f32, put
+from nmm_compiler.simulator.isa.values import F32, accumulate_product, f32, put
 from nmm_compiler.simulator.tensors.dtypes import FLOAT8, FLOATS
 from nmm_compiler.simulator.tensors.elements import read
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
@@ -26,7 +26,6 @@ _OPERANDS = FLOATS - {"float8_e8m0fnu"}
 _WIDE = frozenset({"float32", "tfloat32"})
 # Elements between the two rows of a double-row operand.
 _PAIR_STEP = 16
-_NONE = matmul_perf_mode.none
 
 
 def _check_tile(call: Call, k: int, m: int, *views: NkiTensor, rows_alone: bool = False) -> None:
@@ -84,19 +83,20 @@ def nc_matmul(
     accumulate: Any = None,
     tile_position: Any = (),
     tile_size: Any = (),
-    perf_mode: Any = _NONE,
+    perf_mode: Any = matmul_perf_mode.none,
 ) -> Steps:
     """dst [M, N] (+)= stationary [K, M].T @ moving [K, N], accumulated in float32."""
     machine, target = call.machine, call.machine.target
-    double = perf_mode is not _NONE and perf_mode is not None and perf_mode != "none"
-    k, m, n = stationary.shape[0], stationary.free_size, moving.free_size
+    double = perf_mode is matmul_perf_mode.double_row
+    rows = 2 if double else 1
+    k, m, n = stationary.shape[0], stationary.free_size // rows, moving.free_size // rows
     if double:
-        m, n = _check_double_row(call, stationary, moving, perf_mode, is_transpose)
+        _check_double_row(call, stationary, moving, is_transpose)
     _check_operand_dtypes(call, stationary, moving, is_transpose)
-    limit = target.moving_free_max_elements
-    if target.matmul_psum_banks > 1:
-        wide = 2 if dst.dtype == "bfloat16" else 4
-        limit = target.matmul_psum_banks * target.psum_bank_bytes_per_partition // wide
+    limit, banks = target.moving_free_max_elements, target.matmul_psum_banks
+    bank = target.psum_bank_bytes_per_partition
+    if banks > 1:
+        limit = banks * bank // (2 if dst.dtype == "bfloat16" else 4)
     call.need(
         n <= limit and (dst.shape[0], dst.free_size) == (m, n),
         f"dst must have the shape ({m}, {n}), N at most {limit}",
@@ -109,66 +109,58 @@ def nc_matmul(
     else:
         sums = ("float32", "bfloat16") if target.matmul_bfloat16_sums else ("float32",)
         call.need(dst.dtype in sums, f"PSUM accumulates in {' or '.join(sums)}")
-    check_bank(call, dst, target.matmul_psum_banks)
+    access, (_, base) = dst.access(), dst.storage.address or (0, 0)
+    first, last = (base + access.byte_start) // bank, (base + access.byte_stop - 1) // bank
+    says = f"dst covers banks {first}..{last} of {bank} B; it may cover {banks}"
+    call.need(last - first < banks, says)
     _check_tile(call, k, m, dst, stationary, moving, rows_alone=double)
     narrow = all(v.indirection is None or v.dtype not in _WIDE for v in (stationary, moving))
     call.need(
         narrow and not (is_transpose and moving.is_indirect()),
         "an .indirect() view must be a 16- or 8-bit float, and not moving of a transpose",
     )
-    if machine.data:
-        a, b = f32(stationary), f32(moving)
-        for role, values in (("stationary", a), ("moving", b)):
-            if call.arguments[f"is_{role}_onezero"]:
-                other = values[(values != 0) & (values != 1)]
-                call.need(
-                    not other.size,
-                    f"is_{role}_onezero: {role} holds {other[:1]} and may hold ones and zeros "
-                    "only; leave the flag unset",
-                    HazardError,
-                )
-        # without the mode the flag marks an instruction for profiles, and it may be a product
-        one_hot = is_transpose and _one_hot(b.reshape(k, n))
-        turns = is_transpose and (target.tensor_transpose_mode or one_hot)
-        call.need(
-            one_hot or not turns,
-            "is_transpose: moving is no identity matrix; each column must hold a single 1, use "
-            "nl.shared_identity_matrix, or leave is_transpose unset for a product",
-            HazardError,
-        )
     yield {
         "k": k,
         "m": m,
         "n": n,
         "is_transpose": is_transpose,
-        "perf_mode": "double_row" if double else "none",
+        "perf_mode": perf_mode.value,
         "onezero": is_stationary_onezero or is_moving_onezero,
     }
-    if turns:
-        # transpose mode moves elements and multiplies nothing: each column of moving picks one row
-        # of stationary (nki.isa.nc_transpose: the data is stationary and an identity matrix moves)
-        rows = stationary.load().reshape(k, m)
-        put(dst, rows[(b.reshape(k, n) != 0).argmax(axis=0)].T, product=True)
-    else:
-        a, b = a.reshape(-1, m), b.reshape(-1, n)
-        # one term is not summed: -0.0 stays -0.0
-        accumulate_product(machine, dst, a.T * b if len(a) == 1 else a.T @ b, accumulate)
-
-
-def _one_hot(selector: np.ndarray) -> bool:
-    """Return whether each column holds a single 1 and else zeros."""
-    hot = selector != 0
-    return bool((hot.sum(axis=0) == 1).all() and (selector[hot] == 1).all())
+    a, b = f32(stationary).reshape(-1, m), f32(moving).reshape(-1, n)
+    for role, values in (("stationary", a), ("moving", b)):
+        if call.arguments[f"is_{role}_onezero"]:
+            other = values[(values != 0) & (values != 1)]
+            call.need(
+                not other.size,
+                f"is_{role}_onezero: {role} holds {other[:1]} and may hold ones and zeros only; "
+                "leave the flag unset",
+                HazardError,
+            )
+    if is_transpose:
+        hot = b != 0
+        one_hot = (hot.sum(axis=0) == 1).all() and (b[hot] == 1).all()
+        # without the mode the flag marks an instruction for profiles, and it may be a product
+        call.need(
+            one_hot or not target.tensor_transpose_mode,
+            "is_transpose: moving is no identity matrix; each column must hold a single 1, use "
+            "nl.shared_identity_matrix, or leave is_transpose unset for a product",
+            HazardError,
+        )
+        if one_hot:
+            # transpose mode moves elements and multiplies nothing: each column of moving picks one
+            # row of stationary (nki.isa.nc_transpose: the data is stationary and an identity matrix
+            # moves)
+            elements = stationary.load().reshape(k, m)
+            put(dst, elements[hot.argmax(axis=0)].T, product=True)
+            return
+    # one term is not summed: -0.0 stays -0.0
+    accumulate_product(machine, dst, a.T * b if len(a) == 1 else a.T @ b, accumulate)
 
 
 def _check_double_row(
-    call: Call, stationary: NkiTensor, moving: NkiTensor, mode: Any, is_transpose: bool
-) -> tuple[int, int]:
-    call.need(
-        mode is matmul_perf_mode.double_row or mode == "double_row",
-        "perf_mode is a member of nisa.matmul_perf_mode",
-        KernelArgumentError,
-    )
+    call: Call, stationary: NkiTensor, moving: NkiTensor, is_transpose: bool
+) -> None:
     require(call, "nc_matmul(perf_mode=double_row)", lambda t: t.fp8_double_row)
     call.need(not is_transpose, "perf_mode=double_row with is_transpose; transpose without it")
     for view in (stationary, moving):
@@ -183,7 +175,6 @@ def _check_double_row(
             f"perf_mode=double_row: the two rows of {view.name!r} lie {view.strides[1]} elements "
             f"apart; it must be a multiple of {_PAIR_STEP}, pad the tile's last dimension",
         )
-    return stationary.free_size // 2, moving.free_size // 2
 
 
 def _check_operand_dtypes(
@@ -246,6 +237,14 @@ def scale_rows(partitions: int) -> np.ndarray:
     return groups // 4 * 32 + groups % 4
 
 
+def _scaled(mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
+    """A group of 8 partitions x 4 values to its scale."""
+    scales = np.zeros((dst.shape[0], dst.free_size), np.bool_)
+    groups = mask.reshape(len(mask) // 8, 8, -1, 4)
+    scales[scale_rows(len(mask))] = groups.any(axis=(1, 3))
+    return scales.reshape(dst.shape)
+
+
 def unpack(values: np.ndarray, dtype: str) -> np.ndarray:
     """Return float32 [P, F, 4] of packed [P, F]."""
     codes = np.ascontiguousarray(values)[..., None]
@@ -282,16 +281,15 @@ def _check_scales(call: Call, role: str, view: NkiTensor, scale: NkiTensor) -> N
         "src": frozenset({"float16", "bfloat16"}),
     },
     packed=True,
-    flows={"dst": poison.quantized, "dst_scale": poison.scaled},
+    flows={"dst": poison.quantized, "dst_scale": _scaled},
 )
 def quantize_mx(call: Call, dst: Any, src: Any, dst_scale: Any) -> Steps:
     """dst, dst_scale = MXFP8 of float16 or bfloat16 src, 8 partitions x 4 values per scale."""
-    p = src.shape[0]
-    rows = scale_rows(p)
+    rows = scale_rows(src.shape[0])
     _check_scales(call, "dst_scale", dst, dst_scale)
     yield {}
     element, top = _ELEMENT[dst.dtype]
-    values = f32(src).reshape(p // 8, 8, -1, 4)
+    values = f32(src).reshape(len(rows), 8, -1, 4)
     largest = np.abs(values).max(axis=(1, 3))
     exponent = np.frexp(largest)[1] - 1 - (top - 1)
     exponent = np.where(largest == 0, -127, np.clip(exponent, -127, 127))
@@ -335,7 +333,6 @@ def nc_matmul_mx(
     """dst (+)= (scaled stationary).T @ (scaled moving) of MX operands, on trn3."""
     k, m, n = stationary.shape[0], stationary.free_size, moving.free_size
     call.need(dst.dtype != "float32" or n <= 4096, "N is at most 4096 in float32")
-    check_bank(call, dst, 8)
     _check_tile(call, k, m, dst, stationary, moving, rows_alone=True)
     for side, view, scale in (
         ("stationary", stationary, stationary_scale), ("moving", moving, moving_scale),

@@ -28,9 +28,12 @@ def f32(view: NkiTensor) -> np.ndarray:
     A tfloat32 view may lie over float32 data: an engine reads ten bits of its mantissas.
     """
     values = view.load()
-    if view.dtype == "tfloat32":
-        return round_tfloat32(values)
-    return values if values.dtype == F32 else values.astype(F32)
+    return round_tfloat32(values) if view.dtype == "tfloat32" else values.astype(F32, copy=False)
+
+
+def rows_of(view: NkiTensor) -> np.ndarray:
+    """Return the view's values as float32 [partitions, elements]."""
+    return f32(view).reshape(view.shape[0], -1)
 
 
 def put(
@@ -93,16 +96,6 @@ def apply_scalar(function: Op, data: np.ndarray, value: Any, reverse: bool) -> n
 # Products in PSUM
 
 
-def check_bank(call: Call, dst: NkiTensor, banks: int) -> None:
-    """Check that dst lies in as many PSUM banks as one matmul may write."""
-    bank = call.machine.target.psum_bank_bytes_per_partition
-    access, address = dst.access(), dst.storage.address
-    base = address[1] if address else 0
-    first, last = (base + access.byte_start) // bank, (base + access.byte_stop - 1) // bank
-    says = f"dst covers banks {first}..{last} of {bank} B; it may cover {banks}"
-    call.need(last - first < banks, says)
-
-
 def accumulate_product(
     machine: Machine, dst: NkiTensor, product: np.ndarray, accumulate: Any
 ) -> None:
@@ -120,31 +113,26 @@ def accumulate_product(
         target += product
         return
     if adds:
-        _check_sum(machine, dst, writers, accumulate)
+        if accumulate and not writers.all():
+            machine.rule(
+                SimulationError,
+                f"nisa.nc_matmul(accumulate=True) into {dst.name!r}, where no matmul has written "
+                "yet: undefined on hardware; start with accumulate=False (or leave it unset)",
+            )
+        elif writers.max() == OTHER and not machine.target.matmul_adds_to_written_psum:
+            text = (
+                f"nisa.nc_matmul(accumulate={accumulate}) adds to {dst.name!r}, which memset or "
+                "another engine wrote: undefined before trn3; pass accumulate=False for the first "
+                "matmul"
+            )
+            other = writers == OTHER
+            if accumulate is None and (read(dst, where=other)[0][other] == 0).all():
+                machine.warn(text)  # overwriting and adding to zeros are the same
+            else:
+                machine.rule(SimulationError, text)
         written = writers != NOBODY  # what nobody has written is zero
         product = np.where(written, read(dst, where=written)[0].astype(F32), F32(0)) + product
     put(dst, product, product=True)
-
-
-def _check_sum(machine: Machine, dst: NkiTensor, writers: np.ndarray, accumulate: Any) -> None:
-    """Check that a product adds to products."""
-    if accumulate and not writers.all():
-        machine.rule(
-            SimulationError,
-            f"nisa.nc_matmul(accumulate=True) into {dst.name!r}, where no matmul has written "
-            "yet: undefined on hardware; start with accumulate=False (or leave it unset)",
-        )
-    elif writers.max() == OTHER and not machine.target.matmul_adds_to_written_psum:
-        text = (
-            f"nisa.nc_matmul(accumulate={accumulate}) adds to {dst.name!r}, which memset or "
-            "another engine wrote: undefined before trn3; pass accumulate=False for the first "
-            "matmul"
-        )
-        other = writers == OTHER
-        if accumulate is None and (read(dst, where=other)[0][other] == 0).all():
-            machine.warn(text)  # overwriting and adding to zeros are the same
-        else:
-            machine.rule(SimulationError, text)
 
 
 # Accumulator registers
@@ -164,7 +152,8 @@ def begin(call: Call, op: Op, partitions: int, initial: Any) -> np.ndarray:
         start = np.asarray(scalar_value(initial, 1), F32).reshape(-1)
         return np.broadcast_to(start, (partitions,)).copy()
     first = call.reads[0].partition_start
-    held, state, _ = machine.accumulators.get(register, (None, None, None))
+    held, state, spoilt = machine.accumulators.get(register, (None, None, []))
+    machine.poisoned += [(None, *each) for each in spoilt]
     if held != (first, partitions):
         machine.rule(
             HazardError,
@@ -180,18 +169,14 @@ def begin(call: Call, op: Op, partitions: int, initial: Any) -> np.ndarray:
 
 def keep(call: Call, state: np.ndarray) -> None:
     """Leave `state` in the accumulators, with the elements that depend on unwritten memory."""
-    machine, partitions, register = call.machine, len(state), call.row.engines[0]
-    *_, before = machine.accumulators.get(register, (None,))
-    now = [(m, origin) for _, m, origin in machine.poisoned if len(m) == partitions]
-    if before is not None and call.arguments["reduce_cmd"].name in ("idle", "reduce"):
-        machine.poisoned.append((None, *before))
-        now.append(before)
-    poison = None
-    if now:
-        rows = np.logical_or.reduce([m.reshape(partitions, -1).any(axis=1) for m, _ in now])
-        poison = rows[:, None], now[0][1]
+    machine, partitions = call.machine, len(state)
+    spoilt = [
+        (mask.reshape(partitions, -1).any(axis=1, keepdims=True), origin)
+        for _, mask, origin in machine.poisoned
+        if len(mask) == partitions
+    ]
     place = call.reads[0].partition_start, partitions
-    machine.accumulators[register] = place, state, poison
+    machine.accumulators[call.row.engines[0]] = place, state, spoilt
 
 
 def put_with_sum(call: Call, values: np.ndarray) -> None:

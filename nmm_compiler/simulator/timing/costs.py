@@ -37,11 +37,7 @@ _LARGEST_DESCRIPTOR_BYTES = 65536
 
 US = 1e6
 """Microseconds in a second."""
-RULES = {
-    op: issue.row.cycles
-    for op, issue in sorted(INSTRUCTIONS.items())
-    if issue.row.cycles is not one_pass
-}
+RULES = {op: row.cycles for op, row in sorted(INSTRUCTIONS.items()) if row.cycles is not one_pass}
 """How long an instruction holds its engine, where that is not a pass over its elements."""
 
 
