@@ -14,9 +14,10 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
+
 from nmm_compiler.errors import SimulationError
 from nmm_compiler.simulator.machine import Machine
-from nmm_compiler.simulator.tensors.elements import Marks
 from nmm_compiler.simulator.tensors.memory import Storage
 from nmm_compiler.simulator.tensors.tensor import NkiTensor, make_tensor
 
@@ -44,7 +45,7 @@ class Programs:
         )
         # by rank, since its programs last met: who used each storage in shared HBM, and how many
         # writes each program has begun
-        self.uses: dict[int, dict[int, Marks]] = collections.defaultdict(dict)
+        self.uses: dict[int, dict[int, np.ndarray]] = collections.defaultdict(dict)
         self.writes: dict[int, collections.Counter[int]] = collections.defaultdict(
             collections.Counter
         )

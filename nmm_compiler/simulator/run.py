@@ -373,8 +373,8 @@ def _export(machine: Machine, tensor: NkiTensor) -> np.ndarray:
     In Beta 1 some of them may be undefined.
     """
     values, mask = tensor.array().copy(), tensor.missing()
-    if mask is not None and tensor.storage.unwritten is not None:
-        origin = tensor.storage.unwritten.origin
+    if mask is not None:
+        origin = tensor.storage.origin
         message = (
             f"{int(mask.sum())} of {mask.size} elements of output {tensor.name!r} {tensor.shape} "
             + (f"depend on memory that nothing has written: {origin}" if origin

@@ -15,7 +15,7 @@ from nmm_compiler.simulator.isa.operands import Call
 from nmm_compiler.simulator.isa.operators import BY_NAME, Op
 from nmm_compiler.simulator.machine import Machine
 from nmm_compiler.simulator.tensors.dtypes import cast, round_tfloat32
-from nmm_compiler.simulator.tensors.elements import mark, read, store
+from nmm_compiler.simulator.tensors.elements import mark, marks_of, put_marks, read, store
 from nmm_compiler.simulator.tensors.registers import VirtualRegister
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
@@ -64,8 +64,7 @@ def put(
         dst.array()[...] = values
         mark(dst, False)
     if storage.memory == "psum":
-        storage.writers = storage.writers or storage.marks(NOBODY)
-        storage.writers.put(dst, TENSOR if product else OTHER)
+        put_marks(dst, storage.writers, TENSOR if product else OTHER)
 
 
 NOBODY, TENSOR, OTHER = (np.uint8(who) for who in range(3))
@@ -102,8 +101,7 @@ def accumulate_product(
     """Write a product to dst, or add it to earlier products there; None: PSUM's state decides."""
     if product.shape != dst.shape:
         product = product.reshape(dst.shape)
-    marks = dst.storage.writers
-    writers = np.full(dst.shape, NOBODY) if marks is None else marks.of(dst)[..., 0]
+    writers = marks_of(dst, dst.storage.writers)
     adds = accumulate is not False and bool(accumulate or writers.any())
     if accumulate is None:  # a compiler of a loop on the device decides it once
         machine.note(f"nc_matmul(accumulate=None) that {'adds' if adds else 'overwrites'}")
@@ -113,6 +111,7 @@ def accumulate_product(
         target += product
         return
     if adds:
+        writers = writers[..., 0]
         if accumulate and not writers.all():
             machine.rule(
                 SimulationError,

@@ -4,10 +4,9 @@ Elements are numbered from the start of their storage. The numbers of a view are
 index chooses them at run time: rows, an offset, or columns. An index outside the tensor is an
 error, or skips its row with `oob_mode.skip`. In timing mode there are no indices.
 
-`Marks` say of each element whether it was ever written, or who wrote it last. A view may have
-another dtype than its storage. So there is a mark for each `granule` bytes, and the granule becomes
-smaller when a view has smaller elements. A read of unwritten elements is noted, or refused where
-values are needed.
+A mark for each byte of a storage says whether it was ever written, or who wrote it last, since a
+view may have another dtype than its storage. A read of unwritten elements is noted, or refused
+where values are needed.
 
 A storage in shared HBM also remembers for each element which of two programs read it since both
 were last at a `core_barrier`, or exchanged tiles by `sendrecv`, and which one wrote it, with the
@@ -111,54 +110,28 @@ def _check_valid(view: NkiTensor, valid: np.ndarray, skip: bool) -> None:
 # What is known of each
 
 
-class Marks:
-    """The marks of one storage, all of one NumPy dtype.
+def marks_of(view: NkiTensor, marks: np.ndarray) -> np.ndarray:
+    """Return the marks of a view; the last axis has those of the bytes of one element.
 
-    left: bytes that are marked, of marks of unwritten elements. origin: of dependent elements,
-    which unwritten elements were read first, and where.
+    marks: of all bytes of its storage. Those of a view without a runtime index may be written.
     """
+    item = view.itemsize
+    if view.indirection is not None:
+        return marks.reshape(-1, item)[positions(view)[0]].reshape(*view.shape, item)
+    strides = *[stride * item for stride in view.strides], 1
+    return np.ndarray((*view.shape, item), marks.dtype, marks, view.offset * item, strides)
 
-    def __init__(self, size_bytes: int, granule: int, value: Any) -> None:
-        self.granule, self.origin = granule, ""
-        self.values = np.full(size_bytes // granule, value)
-        self.left = size_bytes if value is True else 0
 
-    def _each(self, view: NkiTensor) -> int:
-        """Return how many marks an element of a view has."""
-        item = view.dtype.item_bytes
-        if item < self.granule:
-            self.values = np.repeat(self.values, self.granule // item)
-            self.granule = item
-        return int(item // self.granule)
-
-    def places(self, view: NkiTensor, elements: np.ndarray) -> np.ndarray:
-        """Return the places in `values` of elements of the storage, numbered in a view's dtype."""
-        each = self._each(view)
-        return elements[..., None] * each + np.arange(each)
-
-    def of(self, view: NkiTensor) -> np.ndarray:
-        """Return the marks of a view; the last axis has those of one element.
-
-        Those of a view without a runtime index may be written.
-        """
-        each, size = self._each(view), self.values.itemsize
-        shape = (*view.shape, each)
-        if view.indirection is not None:
-            return self.values[self.places(view, positions(view)[0])].reshape(shape)
-        strides = (*[stride * each * size for stride in view.strides], size)
-        start = view.offset * each * size
-        return np.ndarray(shape, self.values.dtype, self.values, start, strides)
-
-    def put(self, view: NkiTensor, value: Any, where: Any = ...) -> None:
-        """Set the marks of a view, or of those elements of it that a mask says."""
-        if view.indirection is None:
-            self.of(view)[where] = value
-            return
-        table, valid = positions(view)
-        chosen = np.broadcast_to(valid[:, None], table.shape)
-        if where is not ...:
-            chosen = chosen & where.reshape(table.shape)
-        self.values[self.places(view, table[chosen])] = value
+def put_marks(view: NkiTensor, marks: np.ndarray, value: Any, where: Any = ...) -> None:
+    """Set the marks of a view, or of those elements of it that a mask says."""
+    if view.indirection is None:
+        marks_of(view, marks)[where] = value
+        return
+    table, valid = positions(view)
+    chosen = np.broadcast_to(valid[:, None], table.shape)
+    if where is not ...:
+        chosen = chosen & where.reshape(table.shape)
+    marks.reshape(-1, view.itemsize)[table[chosen]] = value
 
 
 def mark(view: NkiTensor, unwritten: bool, where: Any = ..., origin: str = "") -> None:
@@ -167,21 +140,19 @@ def mark(view: NkiTensor, unwritten: bool, where: Any = ..., origin: str = "") -
     origin: the first read of that memory.
     """
     storage = view.storage
-    marks = storage.unwritten
-    if marks is None:
+    if storage.unwritten is None:
         if not unwritten:
             return
-        marks = storage.unwritten = storage.marks(False)
-    if unwritten or where is not ... or view.indirection is not None:
-        marks.put(view, unwritten, where)
-        marks.left = int(np.count_nonzero(marks.values)) * marks.granule
-        marks.origin = marks.origin or origin
-    else:
-        mask = marks.of(view)
-        marks.left -= int(np.count_nonzero(mask)) * marks.granule
-        mask[...] = False
-    if not marks.left:
-        storage.unwritten = None
+        storage.unwritten, storage.left = np.zeros(storage.raw.size, np.bool_), 0
+    marks = storage.unwritten
+    changed = marks if view.indirection is not None else marks_of(view, marks)
+    storage.left -= np.count_nonzero(changed)
+    put_marks(view, marks, unwritten, where)
+    if unwritten or changed is marks or where is not ...:  # else none of them is left
+        storage.left += np.count_nonzero(changed)
+    storage.origin = storage.origin or origin
+    if not storage.left:
+        storage.unwritten, storage.origin = None, ""
 
 
 FILL = {"float": np.nan, "int": 4}
@@ -197,7 +168,7 @@ def note_unwritten(view: NkiTensor, mask: np.ndarray, what: str = "") -> None:
     if not mask.any():
         return
     first = [int(i) for i in np.unravel_index(int(mask.argmax()), mask.shape)]
-    origin = storage.unwritten.origin or (
+    origin = storage.origin or (
         f"{int(mask.sum())} of {mask.size} elements of tensor {storage.name!r} {storage.shape} "
         f"{storage.dtype} ({storage.memory}, allocated on line {storage.allocation.line}) are "
         f"read on line {kernel_frame()[1]} but were never written, the first at {first} of the "
@@ -224,20 +195,22 @@ def refuse_poison(machine: Machine, what: str, origin: str, mask: np.ndarray) ->
     )
 
 
-_UNUSED = np.zeros((), [("written", np.int32, 2), ("read", np.bool_, 2)])
+_USES = np.dtype([("written", np.int32, 2), ("read", np.bool_, 2)])
 """Who used an element since the two programs met, by program: the number of its last write, 0 for
 none, and whether it read the element before that."""
 
 
 def _uses(view: NkiTensor, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the marks of who used a view's storage, and where those of some elements are."""
+    """Return who used the elements of a view's storage, and which of them some places cover.
+
+    places: elements in the view's dtype.
+    """
     storage, machine = view.storage, current()
+    item, own = view.itemsize, storage.dtype.item_bytes
     known = machine.programs.uses[machine.rank]
     if storage.identity not in known:
-        known[storage.identity] = storage.marks(_UNUSED)
-    marks = known[storage.identity]
-    at = marks.places(view, places)
-    return marks.values, at
+        known[storage.identity] = np.zeros(storage.raw.size // own, _USES)
+    return known[storage.identity], (places * item // own)[..., None] + np.arange(-(-item // own))
 
 
 def _note_read(view: NkiTensor, places: np.ndarray) -> None:

@@ -19,7 +19,6 @@ import numpy as np
 from nmm_compiler.errors import HazardError, OnChipCapacityError, OperandError
 from nmm_compiler.simulator.machine import Machine, kernel_frame
 from nmm_compiler.simulator.tensors.dtypes import DType
-from nmm_compiler.simulator.tensors.elements import Marks
 from nmm_compiler.simulator.trace import Access, Allocation
 
 _SHARED = "shared_hbm"
@@ -31,8 +30,9 @@ class Storage:
 
     accesses: of its views, by their geometry and where they begin.
     raw: the bytes (None in timing mode). line: the kernel's line that allocates it, if known.
-    unwritten: which elements were never written, or depend on such; None when there are none.
-    writers: who wrote each element of PSUM last; None if nobody.
+    unwritten: marks of the bytes that were never written, or depend on such, `left` of them; None
+        when there are none. origin: of dependent ones, which unwritten elements were read, where.
+    writers: marks of who wrote each byte of PSUM last.
     shared: several programs use it, with data.
     """
 
@@ -56,24 +56,21 @@ class Storage:
         self.dtype = dtype
         self.address = address
         self.constant = self.is_input = False
-        self.writers: Marks | None = None
         self.shared = machine.data and machine.grid > 1 and getattr(region, "name", "") == _SHARED
-        self.unwritten: Marks | None = None
+        self.unwritten: np.ndarray | None = None
         row = math.prod(shape if memory == "hbm" else shape[1:]) * dtype.item_bytes
         self.bytes_per_partition = row
-        self.raw = raw
+        self.raw, self.origin, self.left = raw, "", 0
         if machine.data and raw is None:
-            self.raw = np.empty(math.prod(shape) * dtype.item_bytes, np.uint8)
-            self.unwritten = self.marks(True)
+            self.left = math.prod(shape) * dtype.item_bytes
+            self.raw, self.unwritten = np.empty(self.left, np.uint8), np.ones(self.left, np.bool_)
+            if memory == "psum":
+                self.writers = np.zeros(self.left, np.uint8)
         self.identity = identity = machine.new_identity()
         self.allocation = machine.trace.allocations[identity] = Allocation(
             name, memory, shape, dtype, row, -1, -1,
             kernel_frame()[1] if line < 0 else line, address,
         )  # fmt: skip
-
-    def marks(self, value: Any) -> Marks:
-        """Return marks of all of it."""
-        return Marks(self.raw.size, self.dtype.item_bytes, value)
 
 
 def check_allocation(machine: Machine, storage: Storage) -> None:

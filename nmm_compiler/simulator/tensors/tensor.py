@@ -25,7 +25,7 @@ from nmm_compiler.simulator.loading.nki_object import NKIObject
 from nmm_compiler.simulator.machine import current, kernel_frame
 from nmm_compiler.simulator.tensors import dtypes
 from nmm_compiler.simulator.tensors.dtypes import DType
-from nmm_compiler.simulator.tensors.elements import read
+from nmm_compiler.simulator.tensors.elements import marks_of, read
 from nmm_compiler.simulator.tensors.geometry import (
     KEPT,
     Dims,
@@ -531,8 +531,10 @@ class NkiTensor(NKIObject):
     def missing(self) -> np.ndarray | None:
         """Return the mask of unwritten elements, or None when there are none."""
         marks = self.storage.unwritten
-        mask = None if marks is None else np.asarray(marks.of(self).any(axis=-1))
-        return None if mask is None or not mask.any() else mask
+        if marks is None:
+            return None
+        mask = np.asarray(marks_of(self, marks).view(f"u{self.itemsize}")[..., 0] != 0)
+        return mask if mask.any() else None
 
     def load(self, what: str = "") -> np.ndarray:
         """Return the stored elements; unwritten ones are NaN (4 in integers), and are noted.
