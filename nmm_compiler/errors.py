@@ -31,7 +31,10 @@ def closest(name: str, known: Iterable[str]) -> str:
 
 def one_line(error: object, most: int = 300) -> str:
     """Return the text of an error, which may be of any library, on one line and not without end."""
-    text = " ".join(str(error).split())
+    try:
+        text = " ".join(str(error).split())
+    except Exception as second:  # the error's own __str__ may raise anything
+        return f"(its message raised {type(second).__name__})"
     return text if len(text) <= most else f"{text[:most]}..."
 
 

@@ -414,7 +414,8 @@ def failed(error: BaseException, what: str) -> InternalFaultError | SimulationEr
         elif called is None:
             called = frame
     if not file or called is None or isinstance(error, ImportError):
-        return KernelFailedError(f"{what}: {type(error).__name__}: {_message(error)}", file, line)
+        said = f"{type(error).__name__}: {one_line(error, _LONGEST_MESSAGE)}"
+        return KernelFailedError(f"{what}: {said}", file, line)
     code = called.f_code
     names = code.co_varnames[: code.co_argcount]
     shown = ", ".join(f"{n}={called.f_locals[n]!r:.90}" for n in names if n in called.f_locals)
@@ -423,12 +424,3 @@ def failed(error: BaseException, what: str) -> InternalFaultError | SimulationEr
         f"{one_line(error)}; please report it with this line, and pass other arguments meanwhile "
         f"[{file}:{line}]"
     )
-
-
-def _message(error: BaseException) -> str:
-    """Return the text of a kernel's own exception on one line; its `__str__` may raise as well."""
-    try:
-        text = " ".join(str(error).split())
-    except Exception as second:  # the kernel's own __str__, of any kind
-        return f"(its message raised {type(second).__name__})"
-    return text if len(text) <= _LONGEST_MESSAGE else f"{text[:_LONGEST_MESSAGE]} ..."

@@ -83,16 +83,13 @@ def _column_positions(view: NkiTensor, starts: np.ndarray) -> np.ndarray:
     chosen, count = view.indirection, view.shape[1]
     index = chosen.index.load("an index").astype(np.int64)
     index = index.reshape(index.shape[0], -1)
-    table = np.zeros((view.shape[0], count), np.int64)
+    offsets = np.zeros((view.shape[0], count), np.int64)
     for start in range(0, view.shape[0], 16):
-        group = slice(start, start + 16)
-        offsets = index[group].T.reshape(-1)[:count]
-        most = int(offsets.max(initial=0))
-        inside = offsets.min(initial=0) >= 0 and most < chosen.column_count
-        leaves = f"tensor indirection: offset {most} of {chosen.column_count} elements"
-        view.need(inside, leaves, OutOfBoundsError)
-        table[group] = starts[group, None] + offsets * chosen.step
-    return table
+        offsets[start : start + 16] = index[start : start + 16].T.reshape(-1)[:count]
+    inside = offsets.min() >= 0 and offsets.max() < chosen.column_count
+    leaves = f"tensor indirection: offset {offsets.max()} of {chosen.column_count} elements"
+    view.need(inside, leaves, OutOfBoundsError)
+    return starts[:, None] + offsets * chosen.step
 
 
 def _check_valid(view: NkiTensor, valid: np.ndarray, skip: bool) -> None:

@@ -9,6 +9,8 @@ geometry takes its geometry from the first one.
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -64,24 +66,9 @@ def geometry_of(storage: Storage, dims: Dims, offset: int, dtype: DType) -> Geom
     return _interned(memory, dims, dtype, row, storage.constant, bank)
 
 
-def numbers_of(key: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return what a key consists of, slices taken apart."""
-    numbers: list[Any] = []
-    for k in key:
-        kind = k.__class__
-        if kind is slice:
-            numbers += k.start, k.stop, k.step
-        else:
-            numbers += kind, k
-    return tuple(numbers)
-
-
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return element strides of a dense tensor."""
-    strides = [1] * len(shape)
-    for d in range(len(shape) - 2, -1, -1):
-        strides[d] = strides[d + 1] * shape[d + 1]
-    return tuple(strides)
+    return tuple(itertools.accumulate(shape[:0:-1], operator.mul, initial=1))[::-1]
 
 
 MAX_FREE_DIMS, MAX_SIZE, MIN_STRIDE, MAX_STRIDE = 4, 0xFFFF, -0x8000, 0x7FFF

@@ -67,13 +67,11 @@ class VirtualRegister:
             f"register arithmetic with {type(other).__name__}",
             UnsupportedInstructionError,
         )
-        values, symbols = (self.read(), other), (self.symbol, str(other))
-        if isinstance(other, VirtualRegister):
-            values, symbols = (self.read(), other.read()), (self.symbol, other.symbol)
-        order = -1 if turned else 1
-        return VirtualRegister(
-            _OPERATORS[symbol](*values[::order]), symbol=(symbol, *symbols[::order])
-        )
+        if not isinstance(other, VirtualRegister):
+            other = VirtualRegister(other, symbol=str(other))
+        left, right = (other, self) if turned else (self, other)
+        value = _OPERATORS[symbol](left.read(), right.read())
+        return VirtualRegister(value, symbol=(symbol, left.symbol, right.symbol))
 
     __add__ = __radd__ = functools.partialmethod(_arithmetic, symbol="+")
     __mul__ = __rmul__ = functools.partialmethod(_arithmetic, symbol="*")

@@ -33,7 +33,6 @@ from nmm_compiler.simulator.tensors.geometry import (
     contiguous_run,
     geometry_of,
     merged,
-    numbers_of,
     row_major,
 )
 from nmm_compiler.simulator.tensors.memory import Storage
@@ -155,7 +154,8 @@ class NkiTensor(NKIObject):
             key = (key,)
         if self.indirection is not None or self.moved:
             return self._view(key)
-        at, parts = numbers_of(key), self.geometry.parts
+        parts = self.geometry.parts
+        at = tuple([(k.start, k.stop, k.step) if k.__class__ is slice else k for k in key])
         try:
             known = parts.get(at)
         except TypeError:  # an index that cannot be hashed, such as an array
@@ -411,9 +411,7 @@ class NkiTensor(NKIObject):
 
     def reshape_dim(self, dim: int, shape: Sequence[int]) -> NkiTensor:
         """Split dimension `dim` into `shape`; one entry may be -1."""
-        dim = self._dimension(dim)
-        if len(shape) > 1:
-            self._dimension(dim, "splitting")
+        dim = self._dimension(dim, "splitting" if len(shape) > 1 else "")
         return self._regroup(dim, dim + 1, shape)
 
     def flatten_dims(self, start_dim: int, end_dim: int) -> NkiTensor:
