@@ -56,11 +56,10 @@ def lint_source(
         return (_TOO_DEEP,)
     found: set[Finding] = set()
     try:
-        old = lint_api.is_beta_1(tree)
-        names = Names(tree, "neuronxcc." if old else "")
+        names = Names(tree)
         for node in names.nodes:
-            found.update(lint_api.of_the_api(node, names, beta_1() if old else described))
-        if not old:
+            found.update(lint_api.of_the_api(node, names, beta_1() if names.beta_1 else described))
+        if not names.beta_1:
             found.update(lint_kernels.of_the_kernels(names, described))
     except RecursionError:
         return (_TOO_DEEP,)

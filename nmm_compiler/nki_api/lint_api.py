@@ -230,19 +230,3 @@ def _unknown_argument(keyword: ast.keyword, name: str, function: Function, api: 
     if since is not None:
         return at(keyword, "E117", function.name, name, since, api.version)
     return at(keyword, "E111", function, name, nearest)
-
-
-def is_beta_1(tree: ast.Module) -> bool:
-    """Return whether a file imports `neuronxcc.nki`, and not `nki`.
-
-    `neuronxcc.nki.typing` does not count: files of the current dialect import it for their
-    annotations.
-    """
-    modules = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            modules |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            modules |= {f"{node.module}.{alias.name}" for alias in node.names}
-    old = {m for m in modules if m.startswith("neuronxcc.nki") and "nki.typing" not in m}
-    return bool(old) and not any(m.partition(".")[0] == "nki" for m in modules)

@@ -24,8 +24,6 @@ _SCOPES = (
 )  # fmt: skip
 _MODULE_NAMES = ("__file__", "__path__", "__annotations__")
 _NAMED = ("ExceptHandler", "MatchAs", "MatchStar", "TypeVar", "ParamSpec", "TypeVarTuple")
-# Modules whose full name differs from where their contents are documented.
-_SAME_AS = {"nki.isa.constants": "nki.isa"}
 
 
 @dataclasses.dataclass
@@ -52,15 +50,19 @@ class Scope:
 class Names:
     """Resolves the names of one parsed file; see the module's docstring.
 
-    package: a prefix that names are known without, such as "neuronxcc.".
+    imported: the full names of all imports.
+    beta_1: the file imports `neuronxcc.nki`, and not `nki`. `neuronxcc.nki.typing` does not count:
+        files of the current dialect import it for their annotations.
     kernel_nodes: the nodes of kernel code, without annotations and decorators.
     """
 
-    def __init__(self, tree: ast.Module, package: str = "") -> None:
-        self.package = package
+    def __init__(self, tree: ast.Module) -> None:
+        self.imported: list[str] = []
         self.scope_of: dict[ast.AST, Scope] = {}
         self.parent: dict[ast.AST, ast.AST] = {}
         self._walk(tree, Scope(tree, ChainMap()))
+        old = [m for m in self.imported if m.startswith("neuronxcc.nki") and "nki.typing" not in m]
+        self.beta_1 = bool(old) and not any(m.partition(".")[0] == "nki" for m in self.imported)
         self.nodes = list(ast.walk(tree))
         self.kernels = self._find_kernels()
         functions = (node for node in self.nodes if isinstance(node, _FUNCTIONS))
@@ -83,14 +85,15 @@ class Names:
         bindings = self.bindings(node) if depth <= 8 else []
         paths = {binding.path for binding in bindings}
         if len(paths) == 1 and "" not in paths:
-            return paths.pop()
+            return self._known_as(paths.pop())
         if len(bindings) == 1 and bindings[0].value is not None:
             return self.resolve(bindings[0].value, depth + 1)
         return None
 
     def _known_as(self, path: str) -> str:
-        path = path.removeprefix(self.package)
-        return _SAME_AS.get(path, path)
+        """Return the name under which something is documented."""
+        path = path.removeprefix("neuronxcc.") if self.beta_1 else path
+        return path.replace("nki.isa.constants", "nki.isa")
 
     def definition(self, node: ast.AST | None) -> FunctionNode | ast.ClassDef | None:
         """Return the function or class of this file that an expression names."""
@@ -154,10 +157,11 @@ class Names:
     def _bind_import(self, node: ast.Import | ast.ImportFrom, scope: Scope) -> None:
         package = ""
         if isinstance(node, ast.ImportFrom):
-            package = self._known_as("." * node.level + (node.module or "")) + "."
+            package = "." * node.level + (node.module or "") + "."
         for alias in node.names:
+            self.imported.append(package + alias.name)
             path = alias.name if alias.asname or package else alias.name.partition(".")[0]
-            known = Binding(node, self._known_as(package + path))
+            known = Binding(node, package + path)
             scope.bindings.maps[0].setdefault(alias.asname or path, []).append(known)
 
     def _find_kernels(self) -> list[FunctionNode]:
