@@ -180,25 +180,17 @@ class Target:
         }
         return self.of(name, **{**carried, **given})
 
-    def goes_by(self, word: str) -> bool:
-        """Return whether AWS's tools use `word` for this hardware ("trn2", "gen3")."""
-        return word in (self.name, self.generation, *self.instances)
-
     @property
     def sbuf_usable_bytes_per_partition(self) -> int:
         """Bytes of each partition that a kernel may allocate."""
         return self.sbuf_bytes_per_partition - self.sbuf_reserved_bytes_per_partition
 
     @property
-    def dma_bytes_per_second(self) -> float:
-        """All DMA engines of a core together, bytes per second, at their practical rate."""
-        return self.dma_engines * self.dma_bytes_per_second_per_engine
-
-    @property
     def memory_bytes_per_second(self) -> float:
-        """The rate that HBM traffic can reach: the lower of the core's HBM share and its DMA
-        engines."""
-        return min(self.hbm_bytes_per_second, self.dma_bytes_per_second)
+        """The rate that HBM traffic can reach: the lower of the core's HBM share and of all its
+        DMA engines at their practical rate."""
+        by_dma = self.dma_engines * self.dma_bytes_per_second_per_engine
+        return min(self.hbm_bytes_per_second, by_dma)
 
     def peak_flops_per_second(self, dtype: str = "bfloat16") -> float:
         """Return dense TensorE FLOP/s for operands of `dtype`."""
