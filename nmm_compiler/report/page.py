@@ -105,8 +105,7 @@ def _part(part: Part) -> str:
         case Grid():
             return _table(part)
         case Code():
-            title = f"<p>{html.escape(part.title)}</p>" if part.title else ""
-            return f"{title}<pre>{html.escape(part.text)}</pre>"
+            return f"<pre>{html.escape(part.text)}</pre>"
         case Drawing():
             caption = html.escape(part.text)
             return f'<figure class="wide">{part.svg}<figcaption>{caption}</figcaption></figure>'

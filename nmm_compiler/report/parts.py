@@ -55,7 +55,6 @@ class Code:
     """Source text, shown as it is."""
 
     text: str
-    title: str = ""
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ def _part(part: Line | Grid | Code | Section, width: int) -> list[str]:
                 part = Grid.of(part.head, rows, part.right)
             return [line.rstrip() for lines in _lines_of_rows(part, width) for line in lines]
         case Code():
-            return [*([part.title] if part.title else []), *part.text.rstrip("\n").split("\n")]
+            return part.text.rstrip("\n").split("\n")
         case Section():
             return [*wrapped(part.title, width), *_lines(part.parts, width)]
 
