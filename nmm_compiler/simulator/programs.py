@@ -34,7 +34,7 @@ class Programs:
     def __init__(self, count: int) -> None:
         self.count = count
         self.turns = [threading.Semaphore(0) for _ in range(count)]
-        self.finished = [False] * count
+        self.waiting = collections.deque(self.turns)
         self.events = 0
         self.failure: BaseException | None = None
         self.tensors: dict[tuple[int, int], NkiTensor] = {}
@@ -45,9 +45,8 @@ class Programs:
         )
         # by rank, since its programs last met: who used each storage in shared HBM, and how many
         # writes each program has begun
-        self.uses: dict[int, dict[int, np.ndarray]] = collections.defaultdict(dict)
-        self.writes: dict[int, collections.Counter[int]] = collections.defaultdict(
-            collections.Counter
+        self.uses: dict[int, tuple[dict[int, np.ndarray], collections.Counter[int]]] = (
+            collections.defaultdict(lambda: ({}, collections.Counter()))
         )
         self.agreed: dict[tuple[Any, ...], Any] = {}
 
@@ -73,12 +72,10 @@ class Programs:
         machine.trace.allocations.setdefault(storage.identity, unused)
         return make_tensor(storage)
 
-    def _hand_over(self, program: int) -> None:
-        """Give the baton to the next program after this one that is not done."""
-        others = ((program + step) % self.count for step in range(1, self.count + 1))
-        waiting = [other for other in others if not self.finished[other]]
-        if waiting:
-            self.turns[waiting[0]].release()
+    def _hand_over(self) -> None:
+        """Give the baton to the program that has waited longest."""
+        if self.waiting:
+            self.waiting.popleft().release()
 
     def _wait(self, program: int) -> None:
         """Wait for the baton."""
@@ -102,7 +99,6 @@ class Programs:
             del self.mail[place]
             if orders:
                 self.uses.pop(machine.rank, None)
-                self.writes.pop(machine.rank, None)
         self.events += 1
         seen = -1
         while len(met) < count:
@@ -113,7 +109,8 @@ class Programs:
                     "the other program never reaches; all programs must take the same path",
                 )
             seen = self.events
-            self._hand_over(machine.place)
+            self.waiting.append(self.turns[machine.place])
+            self._hand_over()
             self._wait(machine.place)
         return met
 
@@ -141,9 +138,8 @@ class Programs:
             except BaseException as error:  # Stopped comes after the failure that stops it
                 self.failure = self.failure or error
             finally:
-                self.finished[program] = True
                 self.events += 1
-                self._hand_over(-1)
+                self._hand_over()
 
         threads = [
             threading.Thread(target=body_of, args=(p,), name=f"nki-program-{p}", daemon=True)
@@ -151,7 +147,7 @@ class Programs:
         ]
         for thread in threads:
             thread.start()
-        self._hand_over(-1)
+        self._hand_over()
         try:
             for thread in threads:
                 while thread.is_alive():

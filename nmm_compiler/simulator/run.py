@@ -223,9 +223,8 @@ def _launch(
     """Run the programs of all ranks; return one Simulation for each rank."""
     if CURRENT.machine is not None:
         raise SimulationError("simulate() inside a kernel; call the other kernel as a function")
-    target, grid = options.target, options.grid
-    hardware = get_target(target) if isinstance(target, str) else target
-    launched = _load(kernel).launched(grid)
+    hardware = get_target(options.target)
+    launched = _load(kernel).launched(options.grid)
     grid, function = launched.grid, launched.function
     if grid not in (1, 2):
         raise KernelArgumentError(f"grid {grid}; NKI has 1 or 2 programs (LNC)")
@@ -330,9 +329,7 @@ def _run(machine: Machine, function: Any, args: list[Any], kwargs: dict[str, Any
     except (NmmError, KeyboardInterrupt, Stopped):
         raise
     except BaseException as error:  # the kernel's own code may raise anything: SystemExit too
-        too_deep = isinstance(error, RecursionError)
-        what = "the kernel recursed too deeply" if too_deep else "the kernel raised"
-        raise failed(error, what) from error
+        raise failed(error, "the kernel raised") from error
     finally:
         CURRENT.machine = None
 

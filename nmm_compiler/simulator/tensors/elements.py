@@ -204,7 +204,7 @@ def _uses(view: NkiTensor, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """
     storage, machine = view.storage, current()
     item, own = view.itemsize, storage.dtype.item_bytes
-    known = machine.programs.uses[machine.rank]
+    known, _ = machine.programs.uses[machine.rank]
     if storage.identity not in known:
         known[storage.identity] = np.zeros(storage.raw.size // own, _USES)
     return known[storage.identity], (places * item // own)[..., None] + np.arange(-(-item // own))
@@ -237,7 +237,7 @@ def _settled(dst: NkiTensor, stored: np.ndarray, places: np.ndarray) -> np.ndarr
     places: the elements of the storage that get the stored values.
     """
     machine = current()
-    me, begun = machine.program_id, machine.programs.writes[machine.rank]
+    me, (_, begun) = machine.program_id, machine.programs.uses[machine.rank]
     begun[me] += 1
     uses, at = _uses(dst, places)
     theirs, mine = (uses["written"][at, p].max(axis=-1) for p in (1 - me, me))
