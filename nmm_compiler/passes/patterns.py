@@ -65,33 +65,43 @@ from nmm_compiler.passes.rules.base import Match, Rule
 
 _SIZE = 8
 _RANKS = (2, 1)
+_ABSENT = -1
 
 
-def parameters_of(function: Callable[..., Any]) -> tuple[list[str], dict[str, float]]:
-    """Return the parameters of a pattern: tensors, and numbers with the value for tracing.
+def parameters_of(
+    function: Callable[..., Any],
+) -> tuple[list[str], list[str], dict[str, float]]:
+    """Return the parameters of a pattern: tensors, those of them that may be absent, and numbers
+    with the value for tracing.
 
     Raises BrokenRuleError for *args, **kwargs and the like.
     """
     tensors: list[str] = []
+    optional: list[str] = []
     numbers: dict[str, float] = {}
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise unreadable_pattern(function, f"parameter {name!r} has no single value")
         if parameter.default is parameter.empty:
             tensors.append(name)
+        elif parameter.default is None:
+            tensors.append(name)
+            optional.append(name)
         elif isinstance(parameter.default, (int, float)):
             numbers[name] = 0.8171 + len(numbers) / 977
         else:
             raise unreadable_pattern(function, f"the default of {name!r} is no number")
-    if not tensors:
+    if len(optional) == len(tensors):
         raise unreadable_pattern(function, "it takes no tensor")
-    return tensors, numbers
+    return tensors, optional, numbers
 
 
 class Pattern:
     """One reading of a pattern function. root, root_dims: its result as a view of a base."""
 
-    def __init__(self, rule: PatternRule, c: Canonical, result: Node) -> None:
+    def __init__(
+        self, rule: PatternRule, tensors: Collection[str], c: Canonical, result: Node
+    ) -> None:
         self.rule, self.c = rule, c
         # The parameter, power and sign that a number of the trace stands for.
         self._said = {
@@ -100,7 +110,7 @@ class Pattern:
             for power, sign in ((1, 1), (1, -1), (-1, 1))
         }
         holders = [n for n in c.graph.nodes if n.op == "placeholder"]
-        self.names = dict(zip(holders, rule.tensors, strict=True))
+        self.names = dict(zip(holders, tensors, strict=True))
         self.root, dims = c.base(result)
         self.root_shape = c.sizes(self.root)
         # The axis of the base that each dimension of the result is; None for no whole axis.
@@ -133,20 +143,22 @@ class Pattern:
 
 
 def read_pattern(rule: PatternRule, ranks: Mapping[str, int], dtype: torch.dtype) -> Pattern:
-    """Trace and read a rule's function; raises what it raises, BrokenRuleError for an unusable
-    result."""
+    """Trace and read a rule's function, where the tensors without a rank are absent.
+
+    Raises what it raises, BrokenRuleError for an unusable result.
+    """
     function = rule.function
 
     def call(*given: Any) -> Any:
-        return function(**dict(zip(rule.tensors, given, strict=True)), **rule.numbers)
+        return function(**rule.given(dict(zip(ranks, given, strict=True)), rule.numbers))
 
     with torch.no_grad(), FakeTensorMode():
-        values = [torch.empty((_SIZE,) * ranks[name], dtype=dtype) for name in rule.tensors]
+        values = [torch.empty((_SIZE,) * rank, dtype=dtype) for rank in ranks.values()]
         module = make_fx(call, tracing_mode="real", pre_dispatch=True)(*values)
     (result,) = next(iter(reversed(module.graph.nodes))).args
     if not isinstance(result, Node):
         raise unreadable_pattern(function, "it returns other than one tensor")
-    pattern = Pattern(rule, read_graph(module, collect_values(module, None)), result)
+    pattern = Pattern(rule, ranks, read_graph(module, collect_values(module, None)), result)
     axes = {*range(len(pattern.root_shape))}
     faults = {
         "it returns a parameter as it is": isinstance(pattern.c.forms[pattern.root], Leaf),
@@ -160,20 +172,20 @@ def read_pattern(rule: PatternRule, ranks: Mapping[str, int], dtype: torch.dtype
 
 
 def read_patterns(rule: PatternRule, dtype: torch.dtype) -> list[Pattern]:
-    """Return the readings of a rule's function with each rank that its parameters may have,
-    matrices first.
+    """Return the readings of a rule's function with each rank that its parameters may have, all
+    parameters and matrices first.
 
     A parameter that a product of the first reading reads has that rank in all of them. Raises
     BrokenRuleError where no ranks let the function run.
     """
-    free = [name for name in rule.tensors if name not in rule.ranks]
     fixed: dict[str, int] = {}
     readings: list[Pattern] = []
     error: Exception | None = None
-    choices = itertools.product(_RANKS, repeat=len(free))
-    for choice in sorted(choices, key=sum, reverse=True):
-        ranks = {**dict(zip(free, choice, strict=True)), **rule.ranks}
-        if not fixed.items() <= ranks.items():
+    choices = itertools.product(*map(rule.ranks_of, rule.tensors))
+    for choice in sorted(choices, key=lambda one: (-one.count(_ABSENT), sum(one)), reverse=True):
+        chosen = dict(zip(rule.tensors, choice, strict=True))
+        ranks = {name: rank for name, rank in chosen.items() if rank != _ABSENT}
+        if any(ranks.get(name, rank) != rank for name, rank in fixed.items()):
             continue
         try:
             pattern = read_pattern(rule, ranks, dtype)
@@ -494,13 +506,22 @@ class PatternRule(Rule):
     ) -> None:
         self.name, self.function, self.replacement = name, pattern, replacement
         self.where, self.constants, self.ranks = where, tuple(constants), ranks
-        self.tensors, self.numbers = parameters_of(pattern)
+        self.tensors, self.optional, self.numbers = parameters_of(pattern)
         for given in (*self.constants, *ranks):
             if given not in self.tensors:
                 raise unreadable_pattern(pattern, f"it has no tensor parameter {given!r}")
         self.patterns = functools.cache(functools.partial(read_patterns, self))
-        first = self.patterns(torch.float32)[0]
-        self.ends_at: tuple[type, ...] = (type(first.c.forms[first.root]),)
+        ends = [type(one.c.forms[one.root]) for one in self.patterns(torch.float32)]
+        self.ends_at: tuple[type, ...] = tuple(dict.fromkeys(ends))
+
+    def ranks_of(self, name: str) -> tuple[int, ...]:
+        """Return the ranks that a tensor may have, and whether it may be absent."""
+        ranks = (self.ranks[name],) if name in self.ranks else _RANKS
+        return (*ranks, _ABSENT) if name in self.optional else ranks
+
+    def given(self, tensors: Mapping[str, Any], numbers: Mapping[str, float]) -> dict[str, Any]:
+        """Return the arguments of the rule's functions, None for what is absent."""
+        return {**dict.fromkeys(self.optional), **tensors, **numbers}
 
     def check(self, graph: Canonical, candidate: Node) -> Match | Refusal | None:
         """Find the pattern at a node, and check whether it may be replaced there."""
@@ -524,14 +545,14 @@ class PatternRule(Rule):
     def _refused(self, graph: Canonical, node: Node, site: Site) -> Refusal | None:
         """Return why a place may not be replaced."""
         for name in self.constants:
-            key = site.values[name][0]
-            if not graph.is_constant(key):
+            key = site.values[name][0] if name in site.values else None
+            if key is not None and not graph.is_constant(key):
                 return Refusal("weight", f"{name} is no stored weight", key)
         why = unsafe(graph, site.nodes, node, [key for key, _ in site.values.values()])
         if why is not None or self.where is None:
             return why
         tensors = {name: _value(graph, place) for name, place in site.values.items()}
-        answer = self.where(**tensors, **site.numbers)
+        answer = self.where(**self.given(tensors, site.numbers))
         if answer is True:
             return None
         reason = answer if isinstance(answer, str) else "the rule's condition does not hold"
@@ -544,7 +565,7 @@ class PatternRule(Rule):
         for name, (key, dims) in site.values.items():
             node = editor.node(key)
             given[name] = editor.arrange(node, views.identity(editor.shape(node)), dims)
-        result = _inline(editor, self.replacement, given, site.numbers)
+        result = _inline(editor, self, given, site.numbers)
         want = graph.whole(match.node)
         if editor.shape(result) != views.shape_of(site.out_dims):
             raise ValueError(
@@ -569,10 +590,11 @@ def rule(
         pattern: what to look for. Its parameters stand for tensors, as [tokens, features]
             matrices or vectors of features: a match may have any number of token dimensions and
             any memory order. A parameter with a number as default stands for any number; a number
-            in the body for itself.
+            in the body for itself. One with None as default may be absent: both functions get
+            None then.
         replacement: what to compute in its place, of the same shape and dtype.
-        where: called with the parameters by name, as tensors without data (shape, dtype, device)
-            and numbers; returns True, or False or a reason.
+        where: called with the parameters by name, as tensors without data (shape, dtype, device),
+            None and numbers; returns True, or False or a reason.
         constants: parameters that have to be stored weights.
         ranks: 0, 1 or 2 dimensions of a parameter, where the pattern leaves it open, or more.
         name: what reports call the rule; the pattern's name by default.
@@ -608,14 +630,15 @@ def _is_symbolic(value: torch.Tensor) -> bool:
 
 def _inline(
     editor: Editor,
-    function: Callable[..., Any],
+    rule: PatternRule,
     given: Mapping[str, Node],
     numbers: Mapping[str, float],
 ) -> Node:
-    """Add the nodes of a function's graph on the given ones; return the node of its result."""
+    """Add the nodes of a replacement's graph on the given ones; return the node of its result."""
 
     def call(*tensors: Any) -> Any:
-        return function(**dict(zip(given, tensors, strict=True)), **numbers)
+        named = dict(zip(given, tensors, strict=True))
+        return rule.replacement(**rule.given(named, numbers))
 
     # Values of one graph may have several modes; the one with symbolic sizes is needed.
     values = [editor.c.values[node] for node in given.values()]

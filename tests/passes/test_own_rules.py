@@ -245,6 +245,20 @@ def test_what_is_no_norm(other):
     assert not nmm.rewrite(model, (x,), rules=_norms()).matches
 
 
+def test_a_part_of_a_pattern_may_be_absent():
+    mine = nmm.rule(
+        lambda x, w, b=None: F.silu(F.linear(x, w, b)),
+        lambda x, w, b: F.silu(F.linear(x, w) if b is None else F.linear(x, w) + b),
+        constants=("w", "b"),
+        where=lambda x, w, b: b is None or b.shape == w.shape[:1],
+        name="mine",
+    )
+    for bias in (False, True):
+        model = torch.nn.Sequential(torch.nn.Linear(16, 24, bias=bias), torch.nn.SiLU())
+        (match,) = nmm.rewrite(model, (torch.randn(3, 16),), rules=[mine], verify=True).matches
+        assert ("b" in match.info["operands"]) == bias
+
+
 # -- proofs and mistakes ----------------------------------------------------------------------
 
 
