@@ -48,30 +48,21 @@ class Binder:
         self.region = shared_hbm if grid > 1 else private_hbm
         self.seen: dict[int, tuple[NkiTensor, Any, np.ndarray]] = {}
 
-    def arguments(self, bound: Any) -> tuple[list[Any], dict[str, Any]]:
-        """Return (positional, keyword) arguments with arrays replaced by tensors."""
-        names = list(bound.signature.parameters)
-        args = [self.convert(names[min(i, len(names) - 1)], a) for i, a in enumerate(bound.args)]
-        return args, {name: self.convert(name, v) for name, v in bound.kwargs.items()}
-
     def convert(self, name: str, value: Any) -> Any:
         """Return a tensor for an array, the same container for containers, else the value."""
+        of_torch = type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "detach")
+        array = _from_torch(name, value) if of_torch else value
+        if isinstance(array, np.ndarray):
+            if id(value) not in self.seen:
+                self.seen[id(value)] = self._tensor(name, array), value, array
+            return self.seen[id(value)][0]
         if isinstance(value, ArraySpec):
             return self._tensor(name, value)
-        if isinstance(value, np.ndarray):
-            return self._array(name, value, value)
-        if type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "detach"):
-            return self._array(name, _from_torch(name, value), value)
         if type(value) in (tuple, list):
             return type(value)(self.convert(f"{name}[{i}]", v) for i, v in enumerate(value))
         if type(value) is dict:
             return {k: self.convert(f"{name}[{k!r}]", v) for k, v in value.items()}
         return value
-
-    def _array(self, name: str, array: np.ndarray, original: Any) -> NkiTensor:
-        if id(original) not in self.seen:
-            self.seen[id(original)] = self._tensor(name, array), original, array
-        return self.seen[id(original)][0]
 
     def _tensor(self, name: str, given: Any) -> NkiTensor:
         """Return a tensor in HBM for an array or an ArraySpec."""

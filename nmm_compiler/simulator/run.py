@@ -241,13 +241,14 @@ def _launch(
             for p in range(grid)
         ]  # fmt: skip
         binder = Binder(machines[0], grid)
-        args, kwargs = binder.arguments(bind(function, arrays, named))
+        bound = bind(function, arrays, named)
+        bound.arguments = {n: binder.convert(n, v) for n, v in bound.arguments.items()}
         for other in machines[1:]:
             other.trace.allocations.update(
                 {k: dataclasses.replace(a) for k, a in machines[0].trace.allocations.items()}
             )
         ranks.append((machines, binder))
-        bodies += [functools.partial(_run, m, launched.run, args, kwargs) for m in machines]
+        bodies += [functools.partial(_run, m, launched.run, bound) for m in machines]
     with contextlib.nullcontext() if data else collector_held_off():
         if count == 1:
             bodies[0]()
@@ -319,11 +320,11 @@ def _check_turns(machine: Machine, outputs: list[NkiTensor]) -> None:
             return
 
 
-def _run(machine: Machine, function: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
+def _run(machine: Machine, function: Any, bound: Any) -> None:
     CURRENT.machine = machine
     try:
         with np.errstate(all="ignore"):
-            machine.outputs = function(*args, **kwargs)
+            machine.outputs = function(*bound.args, **bound.kwargs)
         if machine.failure is not None:
             raise machine.failure
     except (NmmError, KeyboardInterrupt, Stopped):
