@@ -82,8 +82,8 @@ def _exchange(
     dim: the dimension along which parts are joined or cut. joins: a destination has the sources of
     all ranks side by side. cut: a rank gets its own part of each source, of as many parts as there
     are ranks.
-    senders: ranks that this one receives from; all of the group unless said, and then of several
-    tensors. others: further sources of each destination.
+    senders: the ranks that this one receives from, all of its group unless said. Who names senders
+    sends one tensor. others: further sources of each destination.
     """
     machine, srcs, dsts = call.machine, call.arguments["srcs"], call.arguments["dsts"]
     call.need(

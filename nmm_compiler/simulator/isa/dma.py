@@ -45,7 +45,7 @@ def dma_copy(
 ) -> Steps:
     """dst = src between HBM and SBUF, with a dtype conversion through float32."""
     check_conversion(call, dst, src)
-    same, mode, chosen_rows = dst.dtype == src.dtype, dge_mode.name, chooses_rows(dst, src)
+    same, mode, chosen_rows = dst.dtype == src.dtype, dge_mode.name, _chooses_rows(dst, src)
     if mode == "hwdge":
         require(call, "dma_copy(dge_mode=hwdge)", lambda t: t.dma_generates_descriptors)
         call.need(same, "hwdge cannot convert dtypes; make them equal or drop dge_mode")
@@ -66,7 +66,7 @@ def dma_copy(
     put(dst, values, exact=same, where=where, skip=oob_mode is _SKIP)
 
 
-def chooses_rows(*views: NkiTensor) -> bool:
+def _chooses_rows(*views: NkiTensor) -> bool:
     """Return whether an index tensor chooses rows of one of the views."""
     return any(getattr(view.indirection, "kind", "") == "vector" for view in views)
 
@@ -98,7 +98,7 @@ def dma_transpose(
     )
     expected = tuple(src.shape[a] for a in order)
     call.need(dst.shape == expected, f"the shape of dst must be {expected}")
-    mode, direct, indirect = dge_mode.name, src.indirection is None, chooses_rows(src)
+    mode, direct, indirect = dge_mode.name, src.indirection is None, _chooses_rows(src)
     call.need(dst.indirection is None, "dst has a runtime address; copy it later")
     call.need(not (direct and oob_mode is _SKIP), "oob_mode.skip without a runtime index; unset it")
     two_bytes = src.dtype.item_bytes == 2 and src.shape[-1] <= 128
@@ -155,11 +155,11 @@ def _check_row_indices(call: Call, src: NkiTensor, mode: str, two_bytes: bool) -
 
 def _check_read_modify_write(call: Call, dst: NkiTensor, srcs: list[NkiTensor]) -> None:
     """Check dma_compute with row indices: dst[i] += SBUF data, or SBUF dst += src[i]."""
-    plain, *rows = sorted(srcs, key=chooses_rows)
-    of_dst, in_sbuf = (rows[0], plain) if rows and chooses_rows(dst) else (plain, dst)
+    plain, *rows = sorted(srcs, key=_chooses_rows)
+    of_dst, in_sbuf = (rows[0], plain) if rows and _chooses_rows(dst) else (plain, dst)
     call.need(
-        [chooses_rows(s) for s in rows] == [True]
-        and not chooses_rows(plain)
+        [_chooses_rows(s) for s in rows] == [True]
+        and not _chooses_rows(plain)
         and of_dst.storage is dst.storage
         and in_sbuf.memory == "sbuf",
         "with row indices it takes two sources: one has the indices and storage of dst and the "
@@ -192,9 +192,9 @@ def dma_compute(
         UnsupportedInstructionError,
     )
     views, skips = (dst, *srcs), oob_mode is _SKIP
-    indirect = chooses_rows(*views)
+    indirect = _chooses_rows(*views)
     call.need(
-        all(view.indirection is None or chooses_rows(view) for view in views),
+        all(view.indirection is None or _chooses_rows(view) for view in views),
         "only vector_offset may choose rows at run time; use nisa.dma_copy",
     )
     call.need(

@@ -38,7 +38,6 @@ from nmm_compiler.simulator.isa.operands import (
     Call,
     check_dtype,
     check_hazard,
-    check_pair,
     collide,
     indirect_operand,
     member,
@@ -186,6 +185,9 @@ class Row:
         unset = {role for role in self.roles if self.defaults[role] is None}
         self.optional = unset | {*self.number_of.values()}
 
+    def __repr__(self) -> str:
+        return f"{self.module}.{self.op}"
+
     def __call__(self, *given: Any, **named: Any) -> Any:
         """Check, record and, with data, compute one call."""
         machine = CURRENT.machine or current()
@@ -201,14 +203,11 @@ class Row:
             key = known = None
         if known is None:
             try:
-                self.__signature__.bind_partial(
-                    **named
-                )  # a misspelled name, before what it leaves out
+                # a misspelled name, before what it leaves out
+                self.__signature__.bind_partial(**named)
                 self.__signature__.bind(*given, **named)
             except TypeError as error:
-                raise machine.error(
-                    KernelFailedError, f"{self.module}.{self.op}: {error}"
-                ) from None
+                raise machine.error(KernelFailedError, f"{self!r}: {error}") from None
         if machine.turn is not None:
             machine.turn.note(self.op, tuple({**self.defaults, **values}.values()))
         if known is None or machine.data:
@@ -315,7 +314,17 @@ class Row:
             len({view.dtype for _, view in call.tensors(self.same_dtype)}) < 2,
             f"the dtypes of {' and '.join(self.same_dtype)} must be the same",
         )
-        check_pair(call)
+        places, names = [v.access() for _, v in call.tensors(self.pair)], " and ".join(self.pair)
+        memories = {place.memory for place in places}
+        both = f"{names} are both in PSUM; copy one to SBUF first"
+        call.need(len(places) < 2 or memories != {"psum"}, both)
+        starts = {place.partition_start for place in places}
+        # the hardware's rule: nki-library's rope.py copies half of a tile for it
+        call.should(
+            memories != {"sbuf"} or len(starts) == 1,
+            f"{names} start at partitions {sorted(starts)}; two SBUF inputs start at the same "
+            "partition, copy one with nisa.tensor_copy",
+        )
         if self.commands:
             self._check_command(call, call.arguments["reduce_cmd"])
 
@@ -416,7 +425,7 @@ class Row:
         for role, view in (*read, *written):
             if view.indirection is not None:
                 engines = self.indirect_engines or self.engines if role in self.indirect else ()
-                call.reads += indirect_operand(call, role, view, call.engine, engines)
+                indirect_operand(call, role, view, engines)
         if self.exchanges:
             return
         for (to, dst), (of, src) in itertools.product(written, read):

@@ -44,7 +44,7 @@ class Call:
 
     def __init__(self, machine: Machine, row: Any, arguments: dict[str, Any]) -> None:
         self.machine, self.row, self.arguments = machine, row, arguments
-        self.op, self.name, self.engine = row.op, f"{row.module}.{row.op}", ""
+        self.op, self.name, self.engine = row.op, repr(row), ""
         self.reads: list[Access] = []
         self.writes: list[Access] = []
         self.move: Callable[[np.ndarray], np.ndarray] | None = None
@@ -143,43 +143,22 @@ def check_conversion(call: Call, dst: NkiTensor, src: NkiTensor) -> None:
     )
 
 
-def check_pair(call: Call) -> None:
-    """Check two inputs that an engine reads at once: not both in PSUM, in SBUF on equal partitions.
-
-    The second rule is the hardware's: nki-library's rope.py copies half of a tile for it.
-    """
-    places = [view.access() for _, view in call.tensors(call.row.pair)]
-    memories = {place.memory for place in places}
-    names = " and ".join(call.row.pair)
-    says = f"{names} are both in PSUM; copy one to SBUF first"
-    call.need(len(places) < 2 or memories != {"psum"}, says)
-    starts = {place.partition_start for place in places}
-    call.should(
-        memories != {"sbuf"} or len(starts) == 1,
-        f"{names} start at partitions {sorted(starts)}; two SBUF inputs start at the same "
-        "partition, copy one with nisa.tensor_copy",
-    )
-
-
-def indirect_operand(
-    call: Call, role: str, view: NkiTensor, chosen: str, allowed: Sequence[str]
-) -> tuple[Access, ...]:
-    """Check a view whose address is known at run time only; return the Access of its index.
+def indirect_operand(call: Call, role: str, view: NkiTensor, allowed: Sequence[str]) -> None:
+    """Check a view whose address is known at run time only; the call reads its index, too.
 
     allowed: the engines on which the operand may be a `.indirect()` view.
     """
-    kind, index = view.indirection.kind, view.indirection.index
+    kind, index, chosen = view.indirection.kind, view.indirection.index, call.engine
     if chosen == "dma":
-        mode = call.arguments.get("dge_mode")
-        none, hardware = mode is enums.dge_mode.none, mode is enums.dge_mode.hwdge
-        call.need(not none, "dge_mode.none takes no runtime address; leave it unset")
+        mode, modes = call.arguments.get("dge_mode"), enums.dge_mode
+        call.need(mode is not modes.none, "dge_mode.none takes no runtime address; leave it unset")
         call.need(
-            kind != "vector" or (view.memory == "hbm" and not hardware),
+            kind != "vector" or (view.memory == "hbm" and mode is not modes.hwdge),
             "a tensor with a vector_offset must be in HBM, and takes no hwdge; leave dge_mode "
             "unset",
         )
     if kind != "columns" and index.__class__ is VirtualRegister:
-        return ()
+        return
     where = f"the index of {role}, {index!r:.90},"
     call.need(
         index.__class__ is NkiTensor,
@@ -215,7 +194,7 @@ def indirect_operand(
             f"{here} from partition {first} on; its index starts at {start}: it must be a multiple "
             "of 32, the same for what is read of SBUF",
         )
-    return (index.access(),)
+    call.reads.append(index.access())
 
 
 def require_present(call: Call, what: str, remedy: str = "") -> None:

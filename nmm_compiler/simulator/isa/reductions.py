@@ -174,7 +174,7 @@ def tensor_scalar_cumulative(
 ) -> None:
     """dst[i] = op1(op0(src[i], imm0), dst[i - 1]) along the free dimension, on VectorE."""
     values = apply_scalar(op0, f32(src), imm0, False).reshape(src.shape[0], -1)
-    register, result = begin(call, op1, len(values), imm1), np.empty_like(values)
+    register, result = begin(call, op1, len(values)), np.empty_like(values)
     for i, column in enumerate(values.T):
         result[:, i] = register = np.asarray(op1.alu(column, register), F32)
     keep(call, register)

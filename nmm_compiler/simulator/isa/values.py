@@ -137,7 +137,7 @@ def accumulate_product(
 # Accumulator registers
 
 
-def begin(call: Call, op: Op, partitions: int, initial: Any) -> np.ndarray:
+def begin(call: Call, op: Op, partitions: int) -> np.ndarray:
     """Return float32 [P]: what the accumulators hold before an instruction adds to them.
 
     Each partition has its own, so `reduce` and `idle` find what an instruction of the same
@@ -148,7 +148,7 @@ def begin(call: Call, op: Op, partitions: int, initial: Any) -> np.ndarray:
     if name in ("reset", "reset_reduce"):
         return np.full(partitions, op.identity, F32)
     if name == "load_reduce":
-        start = np.asarray(scalar_value(initial, 1), F32).reshape(-1)
+        start = scalar_value(call.arguments[call.row.first_value], 1).reshape(-1)
         return np.broadcast_to(start, (partitions,)).copy()
     first = call.reads[0].partition_start
     held, state, spoilt = machine.accumulators.get(register, (None, None, []))
@@ -191,7 +191,7 @@ def put_with_sum(call: Call, values: np.ndarray) -> None:
         if call.row.engines == ("vector",):
             call.machine.accumulators.pop("vector", None)
         return
-    total = begin(call, op, len(values), given.get("reduce_init"))
+    total = begin(call, op, len(values))
     if command not in ("idle", "reset"):
         part = op.reduce.reduce(np.asarray(values, F32).reshape(len(values), -1), axis=1)
         total = op.reduce(total, part).astype(F32)
