@@ -21,9 +21,6 @@ class Source(NamedTuple):
     kind: Kind
     where: str
 
-    def __str__(self) -> str:
-        return f"{self.kind}: {self.where}"
-
 
 class Known(NamedTuple):
     """A number and its source, as a target's file writes them."""

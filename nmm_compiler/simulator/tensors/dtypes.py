@@ -95,8 +95,6 @@ _FROM_NUMPY.update({PACKED_NUMPY[d]: d for d in ALL.values() if d.kind == "packe
 
 def find(name: Any) -> DType | None:
     """Return the dtype for a name, DType, NumPy or ml_dtypes dtype or torch dtype, else None."""
-    if isinstance(name, DType):
-        return name
     text = str(name)
     if isinstance(name, str) or text.startswith("torch."):
         return ALL.get(text.removeprefix("torch."))
