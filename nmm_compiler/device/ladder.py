@@ -162,8 +162,6 @@ TIMED = (
 """Pairs of rungs that differ in how often one engine does the same: few, then many."""
 
 LOOPED = (
-    Rung("loop", "device_loop", "fori_loop, a number as bound", _ROWS, _same, file=LOOPS,
-         nki="0.6"),
     Rung("loop to a register", "device_loop_register", "fori_loop, a register as bound", _ROWS,
          _same, file=LOOPS, nki="0.6"),
 )  # fmt: skip

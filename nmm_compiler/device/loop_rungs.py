@@ -1,4 +1,4 @@
-"""The kernels of `nmm doctor --device` that hold a loop on the device, which came with NKI 0.6.
+"""The kernel of `nmm doctor --device` that holds a loop on the device, which came with NKI 0.6.
 
 An NKI file as rungs.py is, apart from it so that the other kernels run with NKI 0.5.
 """
@@ -6,22 +6,6 @@ An NKI file as rungs.py is, apart from it so that the other kernels run with NKI
 import nki
 import nki.isa as nisa
 import nki.language as nl
-
-
-@nki.jit
-def device_loop(x):
-    """Copy x in a loop on the device."""
-    rows, columns = x.shape
-    out = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.shared_hbm)
-    block = [[columns, 128], [1, columns]]
-
-    def body(i):
-        held = nl.ndarray((128, columns), dtype=x.dtype, buffer=nl.sbuf)
-        nisa.dma_copy(dst=held, src=x.ap(block, scalar_offset=i))
-        nisa.dma_copy(dst=out.ap(block, scalar_offset=i), src=held)
-
-    nl.fori_loop(0, rows, body, 128)
-    return out
 
 
 @nki.jit
