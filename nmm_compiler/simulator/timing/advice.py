@@ -9,7 +9,7 @@ kernel can make completely (rows or issuing without cost) gives an upper bound, 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from nmm_compiler.records import Record
@@ -31,7 +31,6 @@ _FREE_ISSUE: dict[str, Any] = dict.fromkeys(
 _FREE_ROWS: dict[str, Any] = dict.fromkeys(
     ("dma_descriptor_seconds", "dma_descriptor_min_seconds", "dma_short_row_seconds"), 0.0
 )
-_TURNED_OPERANDS = "operands that already lie the other way around"
 _SMALLEST_SHARE = 0.005  # of the latency: smaller gains are not worth a line
 
 
@@ -59,7 +58,7 @@ class Advice(Record):
 
 def advise(timeline: Timeline) -> tuple[Advice, ...]:
     """Return what could be changed, the largest gain first. Times the trace once per experiment."""
-    found = [*_without_costs(timeline), *_other_instructions(timeline)]
+    found = [_timed_again(timeline, *rest) for shown, *rest in _experiments(timeline) if shown]
     worth = [a for a in found if a.gain_us > _SMALLEST_SHARE * timeline.latency_us]
     return tuple(sorted(worth, key=lambda advice: -advice.gain_us))
 
@@ -68,14 +67,13 @@ def _timed_again(
     timeline: Timeline,
     seen: str,
     remedy: str,
-    lines: Iterable[int] = (),
-    *,
-    at_most: bool = False,
-    trace: Trace | None = None,
-    **fields: Any,
+    about: Iterable[Instruction],
+    at_most: bool,
+    trace: Trace,
+    fields: dict[str, Any],
 ) -> Advice:
     """Return what another trace, or a target with other numbers, would save."""
-    again = time_trace(trace or timeline.trace, dataclasses.replace(timeline.target, **fields))
+    again = time_trace(trace, dataclasses.replace(timeline.target, **fields))
     return Advice(
         seen=seen,
         remedy=remedy,
@@ -83,90 +81,83 @@ def _timed_again(
         gain=timeline.latency_us / max(again.latency_us, 1e-3),
         error=bands()[kernel_class(timeline.busy_us)].mean,
         at_most=at_most,
-        lines=tuple(sorted(set(lines))),
+        lines=tuple(sorted({instruction.line for instruction in about})),
     )
 
 
-def _without_costs(timeline: Timeline) -> Iterator[Advice]:
-    """Yield bounds of what a change could save that no kernel can make completely.
+def _experiments(timeline: Timeline) -> tuple[tuple[Any, ...], ...]:
+    """Return the experiments.
 
-    Each: (whether the timeline shows it, what is seen, the remedy, lines, what is timed instead).
+    Each: (whether the timeline shows what it changes, what is seen, the remedy, the instructions
+    that it is about, whether its gain is an upper bound, the trace and the target's numbers that
+    are timed instead).
     """
-    trace, target = timeline.trace, timeline.target
-    moving = [trace.instructions[held.index] for held in timeline.held("queue")]
-    short: dict[int, int] = {}
-    for instruction in moving:
-        line, run = instruction.line, dma_cost(target, instruction).run_bytes
-        if run < WIDE_ROW_BYTES // 2 and not instruction.attributes.get("transpose"):
-            short[line] = min(short.get(line, run), run)
-    sizes = " to ".join(map(str, sorted({f(short.values(), default=0) for f in (min, max)})))
+    trace, target, change = timeline.trace, timeline.target, dataclasses.replace
     path = {word for step in critical_path(timeline) for word in (step.what, step.why)}
-    edges = [at for at in trace.loop_edges if at < len(trace.instructions)]
-    bounds: tuple[tuple[Any, str, str, Iterable[int], dict[str, Any]], ...] = (
-        (short, f"rows of {sizes} B", "1 KiB rows", short, _FREE_ISSUE | _FREE_ROWS),
-        (path & {"issue", "queue"}, f"issuing {len(moving)} DMAs",
-         "fewer, larger ones", [instruction.line for instruction in moving], _FREE_ISSUE),
-        (trace.loop_edges, "turns of a loop on the device wait for each other",
-         "a loop with more work in each turn", [trace.instructions[at].line for at in edges],
-         {"trace": dataclasses.replace(trace, loop_edges=[])}),
-        ("memory" in path, "tiles wait for room in SBUF or PSUM",
-         "half as large tiles", (),
-         {"sbuf_bytes_per_partition": 2 * target.sbuf_bytes_per_partition,
-          "psum_banks": 2 * target.psum_banks}),
-        (timeline.tensor_throttled_us, "TensorE starts at half its clock after each pause",
-         "products without pauses", (), {"tensor_ramp_seconds": 0.0}),
-        (waits(timeline).get("scalar", {}).get("table"),
-         f"ScalarE loads {len(timeline.held('table'))} activation tables",
-         "each function used in one stretch", (), {"activation_table_load_seconds": 0.0}),
-    )  # fmt: skip
-    for matters, seen, remedy, lines, changed in bounds:
-        if matters:
-            yield _timed_again(timeline, seen, remedy, lines, at_most=True, **changed)
-
-
-def _other_instructions(timeline: Timeline) -> Iterator[Advice]:
-    """Yield what other instructions in the place of some would save.
-
-    Each experiment: (what is seen, the remedy, the instructions, what replaces one of them).
-    """
-    change, instructions = dataclasses.replace, timeline.trace.instructions
-    wide = [
-        i for i in instructions
+    moving = [i for i in trace.instructions if i.engine == "dma"]
+    runs = {i.index: dma_cost(target, i).run_bytes for i in moving}
+    short = [
+        i for i in moving
+        if runs[i.index] < WIDE_ROW_BYTES // 2 and not i.attributes.get("transpose")
+    ]  # fmt: skip
+    sizes = sorted({runs[i.index] for i in short})
+    edges = [trace.instructions[at] for at in trace.loop_edges if at < len(trace.instructions)]
+    in_fp32 = [
+        i for i in trace.instructions
         if i.engine == "tensor" and any(a.dtype == "float32" for a in i.reads)
     ]  # fmt: skip
-    turned = [i for i in instructions if i.attributes.get("is_transpose")]
-    by_dma = [i for i in instructions if i.attributes.get("transpose")]
-    busy = timeline.busy_us
-    most, least = sorted(("vector", "scalar"), key=lambda name: -busy[name])
-    idles = busy[most] >= 2 * busy[least] and timeline.target.scalar_tensor_copy
+    turned = [i for i in trace.instructions if i.attributes.get("is_transpose")]
+    by_dma = [i for i in trace.instructions if i.attributes.get("transpose")]
+    most, least = sorted(("vector", "scalar"), key=lambda name: -timeline.busy_us[name])
+    idles = timeline.busy_us[most] >= 2 * timeline.busy_us[least] and target.scalar_tensor_copy
     copies = [
-        i for index, i in enumerate(instructions)
-        if idles and timeline.engine(index) == most and i.op in ("tensor_copy", "activation")
+        i for i in trace.instructions
+        if idles and timeline.engine(i.index) == most and i.op in ("tensor_copy", "activation")
         and i.attributes.get("function", "copy") in ("copy", "identity", None)
     ]  # fmt: skip
 
-    def as_bf16(i: Instruction) -> Instruction:
-        reads = [change(a, dtype="bfloat16") if a.dtype == "float32" else a for a in i.reads]
-        return change(i, reads=tuple(reads))
+    def in_bf16(i: Instruction) -> dict[str, Any]:
+        reads = (change(a, dtype="bfloat16") if a.dtype == "float32" else a for a in i.reads)
+        return {"reads": tuple(reads)}
 
-    experiments: tuple[tuple[str, str, list[Instruction], Callable[..., Instruction]], ...] = (
-        ("float32 products take four passes of TensorE", "bfloat16 operands", wide, as_bf16),
-        (f"{len(turned)} transposes on chip", _TURNED_OPERANDS, turned,
-         lambda i: change(i, engine="sync", op="removed", attributes={})),
-        (f"{len(by_dma)} DMA transposes", "plain loads of an operand stored turned", by_dma,
-         lambda i: change(i, attributes={**i.attributes, "transpose": False})),
-        (f"{len(copies)} copies on {ENGINE_NAMES[most]} while {ENGINE_NAMES[least]} idles",
-         f"every second one on {ENGINE_NAMES[least]}", copies[::2],
-         lambda i: change(i, engine=least, op="tensor_copy")),
+    def instead(chosen: Sequence[Instruction], of: Callable[..., dict[str, Any]]) -> Trace:
+        """Return the trace with some instructions changed, and hence of other kinds."""
+        others = list(trace.instructions)
+        for i in chosen:
+            others[i.index] = change(i, kind=-i.kind, **of(i))
+        return change(trace, instructions=others)
+
+    return (
+        (short, f"rows of {' to '.join(map(str, sizes[:1] + sizes[1:][-1:]))} B", "1 KiB rows",
+         short, True, trace, _FREE_ISSUE | _FREE_ROWS),
+        (path & {"issue", "queue"}, f"issuing {len(moving)} DMAs", "fewer, larger ones",
+         moving, True, trace, _FREE_ISSUE),
+        (edges, "turns of a loop on the device wait for each other",
+         "a loop with more work in each turn", edges, True, change(trace, loop_edges=[]), {}),
+        ("memory" in path, "tiles wait for room in SBUF or PSUM", "half as large tiles",
+         (), True, trace,
+         {"sbuf_bytes_per_partition": 2 * target.sbuf_bytes_per_partition,
+          "psum_banks": 2 * target.psum_banks}),
+        (timeline.tensor_throttled_us, "TensorE starts at half its clock after each pause",
+         "products without pauses", (), True, trace, {"tensor_ramp_seconds": 0.0}),
+        (waits(timeline).get("scalar", {}).get("table"),
+         f"ScalarE loads {len(timeline.held('table'))} activation tables",
+         "each function used in one stretch", (), True, trace,
+         {"activation_table_load_seconds": 0.0}),
+        (in_fp32, "float32 products take four passes of TensorE", "bfloat16 operands",
+         in_fp32, False, instead(in_fp32, in_bf16), {}),
+        # a bound: nothing in their place takes no time at all
+        (turned, f"{len(turned)} transposes on chip",
+         "operands that already lie the other way around", turned, True,
+         instead(turned, lambda i: {"engine": "sync", "op": "removed", "attributes": {}}), {}),
+        (by_dma, f"{len(by_dma)} DMA transposes", "plain loads of an operand stored turned",
+         by_dma, False,
+         instead(by_dma, lambda i: {"attributes": {**i.attributes, "transpose": False}}), {}),
+        (copies[::2],
+         f"{len(copies)} copies on {ENGINE_NAMES[most]} while {ENGINE_NAMES[least]} idles",
+         f"every second one on {ENGINE_NAMES[least]}", copies[::2], False,
+         instead(copies[::2], lambda i: {"engine": least, "op": "tensor_copy"}), {}),
     )  # fmt: skip
-    for seen, remedy, chosen, replaced in experiments:
-        if chosen:
-            wanted = {i.index for i in chosen}
-            others = [replaced(i) if i.index in wanted else i for i in instructions]
-            trace: Trace = change(timeline.trace, instructions=others)
-            at_most = remedy is _TURNED_OPERANDS  # nothing else takes no time at all
-            lines = (i.line for i in chosen)
-            yield _timed_again(timeline, seen, remedy, lines, at_most=at_most, trace=trace)
 
 
 def advice_table(advice: Sequence[Advice]) -> Part:
