@@ -209,7 +209,7 @@ def test_accesses_are_found_and_forgotten_among_many(data):
         }[kind]
         access = known.setdefault(str(access), access)  # a trace has one for each region
         region = storage.region(access)
-        found = [use for near in region.near for use in near.uses.values()]
+        found = [use for near in region.near for use in (*near.made, *near.reads.values())]
         assert sorted(found) == sorted(use for old, use in kept if overlaps(old, access))
         use = float(number), 5, number
         writing = data.draw(st.booleans())

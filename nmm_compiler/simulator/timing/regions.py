@@ -9,6 +9,7 @@ and what used its bytes last.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Sequence
@@ -89,25 +90,23 @@ def distinct_bytes(accesses: Iterable[Access]) -> int:
 Use = tuple[float, int, Booking]
 """A write or a read: when it ends (microseconds), by which engine, and what held the engine."""
 
-WRITE = -1
 
-
+@dataclasses.dataclass(slots=True, eq=False)
 class Region:
     """Bytes of a storage that instructions touch.
 
-    made: the last write of exactly these bytes, if any; uses: it, by `WRITE`, and the last read
-    since then of each engine; later writes hide both. near: the regions that share a byte with it,
-    of the first `seen` that were used.
+    made: the last write of exactly these bytes, if any; reads: the last one since then of each
+    engine; later writes hide both. near: the regions that share a byte with it, of the first `seen`
+    that were used.
     """
 
-    __slots__ = ("access", "made", "near", "seen", "storage", "used", "uses")
-
-    def __init__(self, storage: Storage, access: Access) -> None:
-        self.storage, self.access = storage, access
-        self.near: list[Region] = []
-        self.seen, self.used = 0, False
-        self.made: tuple[Use, ...] = ()
-        self.uses: dict[int, Use] = {}
+    storage: Storage
+    access: Access
+    near: list[Region] = dataclasses.field(default_factory=list)
+    seen: int = 0
+    used: bool = False
+    made: tuple[Use, ...] = ()
+    reads: dict[int, Use] = dataclasses.field(default_factory=dict)
 
     def look(self) -> None:
         """Find the regions near it among those that were used since it looked last."""
@@ -116,7 +115,7 @@ class Region:
         for first, behind, other in used[self.seen :]:
             if first < stop and start < behind and overlaps(other.access, access):
                 self.near.append(other)
-        self.seen = self.storage.count
+        self.seen = len(used)
 
     def note(self, use: Use, writing: bool) -> None:
         """Remember a write, and forget what it covers, or the last read of an engine."""
@@ -124,18 +123,16 @@ class Region:
         if not self.used:
             self.used = True
             storage.used.append((self.access.byte_start, self.access.byte_stop, self))
-            storage.count += 1
         if not writing:
-            if engine not in self.uses or ended > self.uses[engine][0]:
-                self.uses[engine] = use
+            if engine not in self.reads or ended > self.reads[engine][0]:
+                self.reads[engine] = use
             return
-        if self.seen < storage.count:
+        if self.seen < len(storage.used):
             self.look()
         for other in self.near:
             if covers(self.access, other.access):
-                other.made, other.uses = (), {}
+                other.made, other.reads = (), {}
         self.made = (use,)
-        self.uses[WRITE] = use
 
 
 class Storage:
@@ -143,7 +140,7 @@ class Storage:
 
     regions: by the identity of their access, of which a trace has one for each region; kernels
     touch the same ones again and again, so which of them overlap is found once. used: those that
-    have had a use, with their bytes; count: how many there are.
+    have had a use, with their bytes.
     end: end of the last access so far, by `user`.
     floor: when its memory is free; `freed_by` frees it.
     pool: where its memory is from, until it gives it back; None of one at an address or in HBM.
@@ -157,7 +154,6 @@ class Storage:
         self.user: Booking | None = None
         self.freed_by: Booking | None = None
         self.end = self.floor = 0.0
-        self.count = 0
         self.pool: Pool | None = None
         self.put_off: list[tuple[Region, bool, Any]] = []
 
@@ -167,6 +163,6 @@ class Storage:
         if key not in self.regions:
             self.regions[key] = Region(self, access)
         region = self.regions[key]
-        if region.seen < self.count:
+        if region.seen < len(self.used):
             region.look()
         return region

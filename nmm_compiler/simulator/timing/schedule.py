@@ -363,7 +363,8 @@ class Scheduler:
                     if when > ready:
                         ready, waited = when, ("memory", storage.freed_by, storage.floor)
                 for near in region.near:
-                    for ended, other, cause in near.uses.values() if writing else near.made:
+                    uses = (*near.made, *near.reads.values()) if writing else near.made
+                    for ended, other, cause in uses:
                         when = ended + wake[other]
                         if when > ready and other != ordered:
                             why = "reuse" if writing else _MADE_BY[other]
