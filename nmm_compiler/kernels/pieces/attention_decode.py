@@ -19,6 +19,7 @@ import nki.language as nl
 
 from .attention_loads import make_identity, rotate
 from .loads_and_stores import evict, move, turn_rows
+from .new_tiles import copied, filled, loaded
 
 
 def decode_groups(outs, qs, k, v, rope, spec, schedule):
@@ -30,35 +31,30 @@ def decode_groups(outs, qs, k, v, rope, spec, schedule):
     chunks = len(steps) // (2 * groups)
     identity = make_identity()
     angles = spread_angles(rope, each * spec.group, spec) if spec.rope != "none" else None
-    loaded = []
+    brought = []
     keys = []
     fetched = []
     queries = []
     scores = []
     tops = []
-    largest = []
     weights = []
-    sums = []
-    made = []
-    totals = []
-    finished = 0
     for t in range(len(steps)):
         # loads of the next four chunks start early
-        for place in range(len(loaded), min(t + 4 + at_a_time, len(steps))):
+        for place in range(len(brought), min(t + 4 + at_a_time, len(steps))):
             step = steps[place]
             if not step[1] and step[2] == spec.first_key and step[0] % each == 0:
-                fetched.append(fetch_columns(qs[step[0] // each], spec))
+                fetched.append(loaded(qs[step[0] // each]))
             if step[0] % at_a_time > 0:
                 # the load of the group before has brought it
-                loaded.append(loaded[place - chunks])
+                brought.append(brought[place - chunks])
             elif step[1]:
-                loaded.append(load_rows_of(v, at_a_time, step))
+                brought.append(load_rows_of(v, at_a_time, step))
             else:
-                loaded.append(load_keys_of(k, at_a_time, step, spec))
+                brought.append(load_keys_of(k, at_a_time, step, spec))
         # keys of the next two chunks are turned before the products of this one
         for place in range(len(keys), min(t + 3, len(steps))):
             step = steps[place]
-            tile = loaded[place]
+            tile = brought[place]
             own = tile[0:128, step[0] % at_a_time, 0 : tile.shape[2], 0 : tile.shape[3]]
             if step[1] or spec.k_layout == "col":
                 keys.append(own)
@@ -67,31 +63,23 @@ def decode_groups(outs, qs, k, v, rope, spec, schedule):
         step = steps[t]
         g = step[0]
         begins = step[2] == spec.first_key
-        # what VectorE has made of the sets before, so that no product waits for it
-        if finished < len(totals):
-            finish_set(outs[finished], made[finished], totals[finished], spec, schedule)
-            finished = finished + 1
-        turns = len(largest) < len(tops)
-        if turns:
-            largest.append(largest_of(tops[len(largest)], identity))
-        due = step[1] and begins and g % each == 0
-        ready = len(weights)
-        if ready < each * len(largest) and (due or not turns):
-            own = scores[ready : ready + each]
-            soften(weights, own, largest[ready // each], qs[0].dtype, spec)
+        if step[1] and begins and g % each == 0:
+            diagonal = largest_of(tops[g // each], identity)
+            soften(weights, scores[g : g + each], diagonal, qs[0].dtype, spec)
         if step[1]:
             if begins:
                 shape = sums_shape(spec, schedule)
-                sums.append(nl.ndarray((128, shape[0], shape[1]), dtype=nl.float32, buffer=nl.psum))
+                sums = nl.ndarray((128, shape[0], shape[1]), dtype=nl.float32, buffer=nl.psum)
                 if g % each == 0:
                     # the weighted values of a set
                     shape = (128, spec.parts, schedule.pack, each * spec.columns)
-                    made.append(nl.ndarray(shape, dtype=nl.float32, buffer=nl.sbuf))
-            weigh_cache(sums[g], weights[g], keys[t], step, spec, schedule)
+                    made = nl.ndarray(shape, dtype=nl.float32, buffer=nl.sbuf)
+            weigh_cache(sums, weights[g], keys[t], step, spec, schedule)
             if step[6]:
-                add_sums(made[g // each], sums[g], g % each, spec, schedule)
+                add_sums(made, sums, g % each, spec, schedule)
                 if (g + 1) % each == 0:
-                    totals.append(over_tiles(weights[g + 1 - each : g + 1], nl.add, spec))
+                    total = over_tiles(weights[g + 1 - each : g + 1], nl.add, spec)
+                    finish_set(outs[g // each], made, total, spec, schedule)
         else:
             if begins:
                 if g % each == 0:
@@ -101,7 +89,6 @@ def decode_groups(outs, qs, k, v, rope, spec, schedule):
             hide_chunk(scores[g], step, spec)
             if step[6] and (g + 1) % each == 0:
                 tops.append(over_tiles(scores[g + 1 - each : g + 1], nl.maximum, spec))
-    finish_set(outs[finished], made[finished], totals[finished], spec, schedule)
 
 
 def list_chunks(groups, each, spec):
@@ -183,14 +170,6 @@ def spread_angles(rope, heads, spec):
     return angles
 
 
-def fetch_columns(q, spec):
-    """Load the queries of a set as they lie, [columns, 1, d]."""
-    columns = q.shape[0]
-    natural = nl.ndarray((columns, 1, spec.d), dtype=q.dtype, buffer=nl.sbuf)
-    nisa.dma_copy(dst=natural[0:columns, 0, 0 : spec.d], src=q[0:columns, 0 : spec.d])
-    return natural
-
-
 def turn_columns(natural, angles, spec, schedule):
     """Return q^T [128, parts of d, columns], rotated; for packs as `spread_queries` says."""
     columns = natural.shape[0]
@@ -210,12 +189,10 @@ def spread_queries(q_t, natural, columns, spec, schedule):
     """Write q^T of each group on a diagonal, [pack d, pack columns], once for each tile of a
     pack."""
     pack = schedule.pack
-    copies = nl.ndarray((columns, pack * spec.d), dtype=natural.dtype, buffer=nl.sbuf)
-    for i in range(pack):
-        copy = copies[0:columns, spec.d * i : spec.d * (i + 1)]
-        nisa.tensor_copy(dst=copy, src=natural[0:columns, 0, 0 : spec.d])
+    copies = copied(natural[0:columns, 0:1, 0 : spec.d].broadcast(1, pack), natural.dtype)
+    side_by_side = copies.reshape((columns, pack * spec.d))
     flipped = nl.ndarray((pack * spec.d, columns), dtype=natural.dtype, buffer=nl.psum)
-    nisa.nc_transpose(dst=flipped, data=copies, engine=nisa.engine.tensor)
+    nisa.nc_transpose(dst=flipped, data=side_by_side, engine=nisa.engine.tensor)
     nisa.memset(dst=q_t, value=0.0)
     for own in range(0, columns, spec.columns):
         for i in range(pack):
@@ -391,25 +368,16 @@ def soften(weights, scores, diagonal, dtype, spec):
     columns = diagonal.shape[0]
     tiles = scores[0].shape[1]
     # a product with ones spreads the maxima over the partitions
-    ones = nl.ndarray((columns, 128), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.memset(dst=ones, value=1.0)
+    ones = filled((columns, 128), nl.float32, 1.0)
     spread = nl.ndarray((128, 1, columns), dtype=nl.float32, buffer=nl.psum)
     nisa.nc_matmul(dst=spread[0:128, 0, 0:columns], stationary=ones, moving=diagonal)
-    at_once = max(1, 2048 // spec.columns)
     for i in range(len(scores)):
         own_weights = nl.ndarray((128, tiles, spec.columns), dtype=dtype, buffer=nl.sbuf)
         own = spread[0:128, 0:1, spec.columns * i : spec.columns * (i + 1)]
-        for first in range(0, tiles, at_once):
-            count = min(at_once, tiles - first)
-            part = scores[i][0:128, first : first + count, 0 : spec.columns]
-            top = own.broadcast(1, count)
-            nisa.tensor_tensor(dst=part, data1=part, data2=top, op=nl.subtract)
-            nisa.activation(
-                dst=own_weights[0:128, first : first + count, 0 : spec.columns],
-                op=nl.exp,
-                data=part,
-                scale=spec.factor,
-            )
+        part = scores[i][0:128, 0:tiles, 0 : spec.columns]
+        top = own.broadcast(1, tiles)
+        nisa.tensor_tensor(dst=part, data1=part, data2=top, op=nl.subtract)
+        nisa.activation(dst=own_weights, op=nl.exp, data=part, scale=spec.factor)
         weights.append(own_weights)
 
 
@@ -451,8 +419,7 @@ def add_sums(made, sums, slot, spec, schedule):
 def finish_set(out, made, sums, spec, schedule):
     """Turn the weighted values, divide by the sums of the weights, and store y of a set."""
     columns = made.shape[3]
-    ones = nl.ndarray((128, 1), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.memset(dst=ones, value=1.0)
+    ones = filled((128, 1), nl.float32, 1.0)
     total = nl.ndarray((columns, 1), dtype=nl.float32, buffer=nl.psum)
     nisa.nc_matmul(dst=total, stationary=sums, moving=ones)
     inverse = nl.ndarray((columns, 1), dtype=nl.float32, buffer=nl.sbuf)

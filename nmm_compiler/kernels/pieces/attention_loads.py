@@ -7,13 +7,13 @@ import nki.isa as nisa
 import nki.language as nl
 
 from .loads_and_stores import load_rows, turn_rows
+from .new_tiles import filled, loaded
 from .records import Part
 
 
 def make_identity():
     """Return ones on the diagonal [128, 128]."""
-    identity = nl.ndarray((128, 128), dtype=nl.bfloat16, buffer=nl.sbuf)
-    nisa.memset(dst=identity, value=1.0)
+    identity = filled((128, 128), nl.bfloat16, 1.0)
     keep_side(identity, 1, 0, 0.0)
     keep_side(identity, -1, 0, 0.0)
     return identity
@@ -21,8 +21,7 @@ def make_identity():
 
 def make_band(sign, offset):
     """Return a band [128, 384] of 0 beside a band of -1e30."""
-    band = nl.ndarray((128, 384), dtype=nl.bfloat16, buffer=nl.sbuf)
-    nisa.memset(dst=band, value=0.0)
+    band = filled((128, 384), nl.bfloat16, 0.0)
     keep_side(band, sign, offset, -1.0e30)
     return band
 
@@ -55,8 +54,7 @@ def load_keys(k, rope, spec):
         else:
             for r0 in range(c0, c0 + width, 128):
                 deep = min(128, spec.context - r0)
-                natural = nl.ndarray((128, 1, spec.d), dtype=k.dtype, buffer=nl.sbuf)
-                nisa.dma_copy(dst=natural[0:deep, 0, 0 : spec.d], src=k[r0 : r0 + deep, 0 : spec.d])
+                natural = loaded(k[r0 : r0 + deep, 0 : spec.d].reshape_dim(1, (1, spec.d)))
                 if spec.rope == "qk":
                     natural = rotate(natural, load_angles(rope, r0, deep, spec), deep, spec)
                 turn_rows(
@@ -79,10 +77,7 @@ def load_values(v, spec):
 def fetch_queries(q, q0, spec):
     """Load a tile of queries of all heads of a group as they lie."""
     rows = min(128, spec.m - q0)
-    natural = nl.ndarray((128, spec.group, spec.d), dtype=q.dtype, buffer=nl.sbuf)
-    block = q[0 : spec.group, q0 : q0 + rows, 0 : spec.d]
-    nisa.dma_copy(dst=natural[0:rows, 0 : spec.group, 0 : spec.d], src=block.permute((1, 0, 2)))
-    return natural
+    return loaded(q[0 : spec.group, q0 : q0 + rows, 0 : spec.d].permute((1, 0, 2)))
 
 
 def turn_queries(flat, rope, q0, spec):
@@ -102,10 +97,7 @@ def turn_queries(flat, rope, q0, spec):
 def load_angles(rope, first, rows, spec):
     """Return the angles of tokens `first` and on, [rows, 2, d / 2]."""
     half = spec.d // 2
-    angles = nl.ndarray((128, 2, half), dtype=rope.dtype, buffer=nl.sbuf)
-    block = rope[0:2, first : first + rows, 0:half]
-    nisa.dma_copy(dst=angles[0:rows, 0:2, 0:half], src=block.permute((1, 0, 2)))
-    return angles
+    return loaded(rope[0:2, first : first + rows, 0:half].permute((1, 0, 2)))
 
 
 def rotate(x, angles, rows, spec):
@@ -125,11 +117,9 @@ def rotate(x, angles, rows, spec):
 def rotate_half(dst, a, b, cos, sin, first):
     """Write a cos - b sin, or a cos + b sin, each on an engine of its own."""
     engine = nisa.engine.vector if first else nisa.engine.gpsimd
-    left = nl.ndarray((128, dst.shape[1], dst.shape[2]), dtype=nl.float32, buffer=nl.sbuf)
-    right = nl.ndarray((128, dst.shape[1], dst.shape[2]), dtype=nl.float32, buffer=nl.sbuf)
-    one = left[0 : dst.shape[0], 0 : dst.shape[1], 0 : dst.shape[2]]
-    two = right[0 : dst.shape[0], 0 : dst.shape[1], 0 : dst.shape[2]]
-    nisa.tensor_tensor(dst=one, data1=a, data2=cos, op=nl.multiply, engine=engine)
-    nisa.tensor_tensor(dst=two, data1=b, data2=sin, op=nl.multiply, engine=engine)
+    left = nl.ndarray(dst.shape, dtype=nl.float32, buffer=nl.sbuf)
+    right = nl.ndarray(dst.shape, dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_tensor(dst=left, data1=a, data2=cos, op=nl.multiply, engine=engine)
+    nisa.tensor_tensor(dst=right, data1=b, data2=sin, op=nl.multiply, engine=engine)
     op = nl.subtract if first else nl.add
-    nisa.tensor_tensor(dst=dst, data1=one, data2=two, op=op, engine=engine)
+    nisa.tensor_tensor(dst=dst, data1=left, data2=right, op=op, engine=engine)
