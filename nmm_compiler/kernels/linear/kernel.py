@@ -19,10 +19,9 @@ from ..pieces.groups import (
     gathered_rows,
     group_mask,
     index_tiles,
-    panels_of,
     project_gathered,
 )
-from ..pieces.loads_and_stores import position, split
+from ..pieces.loads_and_stores import block_of, position
 from ..pieces.mx import quantize_strip
 from ..pieces.norms import feature_columns, inverse_roots, load_normed, new_squares
 from ..pieces.project import project
@@ -123,27 +122,22 @@ def linear(x, spec, schedule, **others):
         # on the device: the compiled program holds one block, whatever the number of tokens
         blocks = spec.m // schedule.m_block
         first = blocks * schedule.m_block
-        x_dim = 1 if spec.x_layout == "col" else 0
-        x_blocks = split(x, x_dim, blocks, schedule.m_block)
-        y_blocks = []
-        for y in spec.results:
-            y_blocks.append(split(part[y.place], 0 if y.rows else 1, blocks, schedule.m_block))
-        if spec.residual:
-            y_dim = 0 if spec.results[0].rows else 1
-            more_blocks = split(more, y_dim, blocks, schedule.m_block)
+        size = schedule.m_block
 
         def body(i):
             at = position(i)
-            x_part = x_blocks.select(x_dim, at)
+            x_part = block_of(x, 1 if spec.x_layout == "col" else 0, blocks, size, at)
             y_part = []
             for y in spec.results:
-                y_part.append(y_blocks[y.place].select(0 if y.rows else 1, at))
+                y_part.append(block_of(part[y.place], 0 if y.rows else 1, blocks, size, at))
             if spec.residual:
-                more_part = more_blocks.select(0 if spec.results[0].rows else 1, at)
+                y_dim = 0 if spec.results[0].rows else 1
+                more_part = block_of(more, y_dim, blocks, size, at)
             else:
                 more_part = None
-            turn = Block(0, schedule.m_block, core)
-            compute_block(y_part, more_part, x_part, ends, turn, spec, schedule, others)
+            compute_block(
+                y_part, more_part, x_part, ends, Block(0, size, core), spec, schedule, others
+            )  # fmt: skip
 
         nl.fori_loop(0, nisa.register_alloc(blocks), body)
     for m0 in range(first, spec.m, schedule.m_block):
@@ -214,26 +208,19 @@ def compute_block(
             exchange(h_all[0:128, other : other + spec.h_tiles, 0 : at.tokens], h_sb, at.core)
         h_strip = h_all if spec.exchanges_h else h_sb
     else:
+        if spec.gathers:
+            pair_of = spec.factors[0]
+            v_sb = gather(own(others.get(pair_of.v.name), pair_of.v.cut, at.core), columns)
+        else:
+            v_sb = None
         panels = []
-        low_panels = []
         for one in spec.linears:
             x_of = Left(
-                x_left.strip, x, x_left.how if one.place == 0 else "none", x_left.left_scales, p_sb
+                x_left.strip, x, x_left.how if one.place == 0 else "none", x_left.left_scales, p_sb,
+                v_sb,
             )  # fmt: skip
             panels.append([])
-            if spec.gathers:
-                every_v = own(others.get(one.low_rank.v.name), one.low_rank.v.cut, at.core)
-                v_sb = gather(every_v, columns)
-                low_panels.append(
-                    panels_of(
-                        v_sb, one.low_rank.v.k, one.low_rank.v.block, one.low_rank.v.chunk
-                    )
-                )  # fmt: skip
-            else:
-                low_panels.append([])
-            load_panels(
-                panels[one.place], low_panels[one.place], one, x_of, 0, at, others
-            )  # fmt: skip
+            load_panels(panels[one.place], one, x_of, 0, at, others)
         for pair in spec.pairs:
             if pair.groups.count > 0 and pair.groups.slots == 0:
                 # behind the first loads of weights, which do not wait for the index
@@ -249,14 +236,13 @@ def compute_block(
                 factor = ends.scale[one.place]
             ending = epilogue_of(one, factor, ends.bias[one.place], None, False, spec)
             x_of = Left(
-                x_left.strip, x, x_left.how if one.place == 0 else "none", x_left.left_scales, p_sb
+                x_left.strip, x, x_left.how if one.place == 0 else "none", x_left.left_scales, p_sb,
+                v_sb,
             )  # fmt: skip
             result = Result(
                 out[one.place], residual, spec.residual, schedule.own_queue, None, False
             )
-            expand(
-                result, panels[one.place], low_panels[one.place], x_of, one, ending, at, others
-            )  # fmt: skip
+            expand(result, panels[one.place], x_of, one, ending, at, others)
     if spec.down.n > 0:
         h_stored = stored_left(h_strip, None, None, "none", spec.down.weight.k, at.tokens, spec)
         if spec.down.low_rank.r > 0:
@@ -271,11 +257,10 @@ def compute_block(
             down_sb = None
         h_left = Left(h_stored.strip, None, "none", h_stored.left_scales, down_sb)
         h_panels = []
-        q_panels = []
-        load_panels(h_panels, q_panels, spec.down, h_left, 0, at, others)
+        load_panels(h_panels, spec.down, h_left, 0, at, others)
         last = epilogue_of(spec.down, ends.scale[2], ends.bias[2], None, False, spec)
         y_result = Result(out[0], residual, spec.residual, schedule.own_queue, None, False)
-        expand(y_result, h_panels, q_panels, h_left, spec.down, last, at, others)
+        expand(y_result, h_panels, h_left, spec.down, last, at, others)
 
 
 def stored_left(strip, p_sb, source, how, size, tokens, spec) -> Left:

@@ -114,9 +114,11 @@ class LinearSchedule(Schedule):
 
     def _arriving(self, weight: Weight, linear: Linear, layer: Layer) -> Weight:
         of_x, behind = layer.of_x(weight), layer.down.n > 0 and linear.place == len(layer.linears)
-        first, gathered = weight.name == linear.low_rank.u.name, linear.low_rank.groups.slots > 0
+        first = weight.name == linear.low_rank.u.name
+        gathered = linear.low_rank.groups.slots > 0 and weight is not linear.weight
         columns = min(self.u_block if first else self.block, weight.n)
-        load, size = _load(weight, self.w_load), weight_bytes(layer.format_of(weight))
+        load = "gathered" if gathered else _load(weight, self.w_load)
+        size = weight_bytes(layer.format_of(weight))
         rows = linear.rows and not first and not self.turned
         tokens = self.tokens(layer)
         down = min(self.down, tiles(tokens, 128))
@@ -139,7 +141,7 @@ class LinearSchedule(Schedule):
             chunk=whole_blocks(weight, chunk) if fours else chunk,
             group=max(1, self.banks // across * share),
             down=down,
-            ahead=(self.ahead and not first) or (gathered and weight.name != linear.weight.name),
+            ahead=(self.ahead or gathered) and not first,
             double_row=self.double_row and of_x,
             apart=apart,
             few_sums=few and first and not self.double_row,

@@ -37,7 +37,9 @@ def low_rank_term(linear, left: Left, at: Block, others) -> Term:
             else None,
             None, "none",
         ),
-        own(others.get(linear.low_rank.v.name), linear.low_rank.v.cut, at.core),
+        left.v_sb
+        if linear.low_rank.groups.slots > 0
+        else own(others.get(linear.low_rank.v.name), linear.low_rank.v.cut, at.core),
         linear.low_rank.v,
     )  # fmt: skip
 
@@ -50,46 +52,40 @@ def epilogue_of(linear, scale, bias, gate, gated, spec) -> Epilogue:
     )  # fmt: skip
 
 
-def load_panels(panels, low_panels, linear, left: Left, n0, at: Block, others):
-    """Add the panels of a linear from output n0 on, if there are such, to those of its dense weight
-    and of its second factor: loaded, if they are loaded ahead."""
+def load_panels(panels, linear, left: Left, n0, at: Block, others):
+    """Add a linear's panel from output n0 on, if there is one: the chunks of its second factor and
+    of its dense weight, loaded if they are loaded ahead."""
     width = min(linear.last.block, linear.n - n0)
     own_dense = dense_term(linear, left, at, others)
     own_low = low_rank_term(linear, left, at, others)
-    if linear.low_rank.r > 0 and linear.low_rank.groups.slots == 0 and n0 < linear.n:
-        low_panels.append(load_panel(own_low, n0, width, at))
-    if linear.weight.k > 0 and n0 < linear.n:
-        panels.append(load_panel(own_dense, n0, width, at))
+    if n0 < linear.n:
+        panels.append([
+            load_panel(own_low, n0, width, at) if linear.low_rank.r > 0 else [],
+            load_panel(own_dense, n0, width, at) if linear.weight.k > 0 else [],
+        ])  # fmt: skip
 
 
-def expand(
-    result: Result, panels, low_panels, left: Left, linear, ending: Epilogue, at: Block, others
-):  # fmt: skip
+def expand(result: Result, panels, left: Left, linear, ending: Epilogue, at: Block, others):
     """Store the result of a linear for a block of tokens; its first panels are there."""
     for n0 in range(0, linear.n, linear.last.block):
         columns = min(linear.last.block, linear.n - n0)
         if linear.n > linear.last.block:
             following = n0 + linear.last.block
-            load_panels(panels, low_panels, linear, left, following, at, others)
+            load_panels(panels, linear, left, following, at, others)
         apart = columns // 128 if linear.runs else linear.last.apart
         panel = Panel(n0, columns, linear.last.group, linear.last.down, apart, columns, 0)
-        expand_panel(result, panels, low_panels, left, linear, ending, panel, at, others)
+        expand_panel(result, panels, left, linear, ending, panel, at, others)
 
 
 def expand_panel(
-    result: Result, panels, low_panels, left: Left, linear, ending: Epilogue, panel: Panel,
-    at: Block, others,
+    result: Result, panels, left: Left, linear, ending: Epilogue, panel: Panel, at: Block, others
 ):  # fmt: skip
     """Store some outputs of a linear, or keep them in a strip."""
     dense = dense_term(linear, left, at, others)
     low = low_rank_term(linear, left, at, others)
+    chunks = panels[panel.n0 // linear.last.block]
     if linear.by_rows:
-        make_rows(
-            result, dense,
-            panels[panel.n0 // linear.last.block] if linear.weight.k > 0 else [], low,
-            low_panels[panel.n0 // linear.last.block] if linear.low_rank.r > 0 else [],
-            panel, at, ending,
-        )  # fmt: skip
+        make_rows(result, dense, chunks[1], low, chunks[0], panel, at, ending)
     else:
         if not result.kept:
             y_sb = nl.ndarray(
@@ -106,9 +102,7 @@ def expand_panel(
                     "strided_rows", panel.columns,
                 )  # fmt: skip
         make_columns(
-            result.strip if result.kept else y_sb, dense,
-            panels[panel.n0 // linear.last.block] if linear.weight.k > 0 else [], low,
-            low_panels[panel.n0 // linear.last.block] if linear.low_rank.r > 0 else [], panel, at,
+            result.strip if result.kept else y_sb, dense, chunks[1], low, chunks[0], panel, at,
             ending,
         )  # fmt: skip
         if linear.turned and not result.kept:
@@ -214,17 +208,15 @@ def combine(result: Result, left: Left, gate, up, ends: Ends, at: Block, spec, o
     # the gate's product has loaded x
     loaded = Left(left.strip, left.source, "none", left.left_scales, left.p_sb)
     gate_panels = []
-    gate_low_panels = []
     up_panels = []
-    up_low_panels = []
-    load_panels(gate_panels, gate_low_panels, gate, left, 0, at, others)
-    load_panels(up_panels, up_low_panels, up, loaded, 0, at, others)
+    load_panels(gate_panels, gate, left, 0, at, others)
+    load_panels(up_panels, up, loaded, 0, at, others)
     for n0 in range(0, up.n, up.last.block):
         columns = min(up.last.block, up.n - n0)
         if up.n > up.last.block:
             following = n0 + up.last.block
-            load_panels(gate_panels, gate_low_panels, gate, left, following, at, others)
-            load_panels(up_panels, up_low_panels, up, loaded, following, at, others)
+            load_panels(gate_panels, gate, left, following, at, others)
+            load_panels(up_panels, up, loaded, following, at, others)
         panel = Panel(n0, columns, up.last.group, up.last.down, up.last.apart, columns, 0)
         active = nl.ndarray(
             (128, (at.tokens + 127) // 128, columns)
@@ -233,8 +225,8 @@ def combine(result: Result, left: Left, gate, up, ends: Ends, at: Block, spec, o
             dtype=nl.float32, buffer=nl.sbuf,
         )  # fmt: skip
         expand_panel(
-            Result(None, None, False, result.own_queue, active, True), gate_panels,
-            gate_low_panels, left, gate, gating, panel, at, others,
+            Result(None, None, False, result.own_queue, active, True), gate_panels, left, gate,
+            gating, panel, at, others,
         )  # fmt: skip
         gated = epilogue_of(up, ends.scale[1], ends.bias[1], active, True, spec)
         expand_panel(
@@ -245,5 +237,5 @@ def combine(result: Result, left: Left, gate, up, ends: Ends, at: Block, spec, o
                 else None,
                 result.kept,
             ),
-            up_panels, up_low_panels, loaded, up, gated, panel, at, others,
+            up_panels, loaded, up, gated, panel, at, others,
         )  # fmt: skip

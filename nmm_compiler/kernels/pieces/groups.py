@@ -119,19 +119,6 @@ def gathered_rows(index, pair, at: Block):
     return columns
 
 
-def panels_of(v_sb, k, block, chunk):
-    """Return the panels of a factor that is in SBUF, each a list of chunks of its contraction."""
-    panels = []
-    for n0 in range(0, v_sb.shape[2], block):
-        stop = min(v_sb.shape[2], n0 + block)
-        chunks = []
-        for k0 in range(0, k, chunk):
-            last = (min(k, k0 + chunk) + 127) // 128
-            chunks.append(v_sb[0:128, k0 // 128 : last, n0:stop])
-        panels.append(chunks)
-    return panels
-
-
 def project_gathered(p_sb, left: Left, u, columns, mask, pair, at: Block, spec):
     """Compute p^T = (x u)^T of gathered rows of u^T, which TensorE turns, times a mask."""
     k_tiles = (pair.u.k + 127) // 128
@@ -142,12 +129,11 @@ def project_gathered(p_sb, left: Left, u, columns, mask, pair, at: Block, spec):
         flat = loaded(u.vector_select(0, columns[tile]))
         strip = u_sb[0:128, 0:k_tiles, first : first + rows]
         turn_rows(strip, flat, pair.u.order, tile)
-    panels = panels_of(u_sb, pair.u.k, pair.u.block, pair.u.chunk)
     for r0 in range(0, pair.u.n, pair.u.block):
         wide = min(pair.u.block, pair.u.n - r0)
         make_columns(
             p_sb[0:128, r0 // 128 : r0 // 128 + (wide + 127) // 128, 0 : at.tokens],
-            Term(Left(left.strip, None, "none"), u, pair.u), panels[r0 // pair.u.block],
+            Term(Left(left.strip, None, "none"), u_sb, pair.u), [],
             Term(Left(None, None, "none"), None, spec.nothing), [],
             Panel(r0, wide, pair.u.group, 1, 1, wide, 0), at,
             Epilogue(mask, "group", None, False, "identity", nl.copy, None, False, None, False),

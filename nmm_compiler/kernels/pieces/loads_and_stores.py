@@ -317,11 +317,12 @@ def store_tiles(dst, src, own_queue, row, rows, column, columns):
         move(block, src[0 : rows % 128, tiles, 0:columns], own_queue)
 
 
-def split(tensor, dim, blocks, size):
-    """Return a view of an HBM matrix in which one dimension is [blocks, size], without the rest."""
+def block_of(tensor, dim, blocks, size, at):
+    """Return a block of a dimension of an HBM matrix, which has so many blocks and a rest."""
     if dim == 0:
-        return tensor[0 : blocks * size, 0 : tensor.shape[1]].reshape_dim(0, (blocks, size))
-    return tensor[0 : tensor.shape[0], 0 : blocks * size].reshape_dim(1, (blocks, size))
+        return tensor[0 : blocks * size].reshape_dim(0, (blocks, size)).select(0, at)
+    whole = tensor[0 : tensor.shape[0], 0 : blocks * size]
+    return whole.reshape_dim(1, (blocks, size)).select(1, at)
 
 
 def position(i):

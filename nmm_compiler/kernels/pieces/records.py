@@ -32,13 +32,15 @@ class Block(nl.NKIObject):
 @dataclass
 class Left(nl.NKIObject):
     """A left factor: a strip, and how the first sums load it from its source, "none" if it is
-    there; left_scales where it is of MX blocks. p_sb: the strip of all its products with u."""
+    there; left_scales where it is of MX blocks. p_sb: the strip of all its products with u; v_sb:
+    the second factor, where tokens gather it."""
 
     strip: object
     source: object
     how: str
     left_scales: object = None
     p_sb: object = None
+    v_sb: object = None
 
 
 @dataclass

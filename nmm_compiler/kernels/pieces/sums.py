@@ -14,6 +14,10 @@ from .records import Block, Epilogue, Panel, Part, Patch, Result, Step, Term
 
 def load_chunk(term: Term, k0, n0, columns):
     """Return a chunk of a panel of the weight, loaded."""
+    if term.plan.load == "gathered":
+        # all of it is in SBUF
+        last = (min(term.plan.k, k0 + term.plan.chunk) + 127) // 128
+        return term.weight[0:128, k0 // 128 : last, n0 : n0 + columns]
     if term.plan.mx_bytes > 0:
         return load_mx_chunk(term, k0, n0, columns)
     if term.plan.parts > 1:
