@@ -88,19 +88,16 @@ def normalize(x_sb, tokens, gain, bias, spec):
     deep = max(1, 1024 // tokens)
     squares = new_squares(spec.k, tokens)
     mean = means(x_sb, spec.k, tokens) if spec.norm == "layer" else None
+    parts = []
     for first in range(0, tiles, deep):
-        part = x_sb[0:128, first : min(first + deep, tiles), 0:tokens]
-        square_tiles(squares, part, mean, first > 0, spec)
+        parts.append(x_sb[0:128, first : min(first + deep, tiles), 0:tokens])
     if rest > 0:
-        last = x_sb[0:rest, tiles : tiles + 1, 0:tokens]
-        square_tiles(squares, last, mean, tiles > 0, spec)
+        parts.append(x_sb[0:rest, tiles : tiles + 1, 0:tokens])
+    for i in range(len(parts)):
+        square_tiles(squares, parts[i], mean, i > 0, spec)
     inverse = inverse_roots(squares, spec.k, tokens, spec.norm_eps, True)
-    for first in range(0, tiles, deep):
-        part = x_sb[0:128, first : min(first + deep, tiles), 0:tokens]
-        scale_tiles(part, first, mean, inverse, gain, bias, spec)
-    if rest > 0:
-        last = x_sb[0:rest, tiles : tiles + 1, 0:tokens]
-        scale_tiles(last, tiles, mean, inverse, gain, bias, spec)
+    for i in range(len(parts)):
+        scale_tiles(parts[i], min(deep * i, tiles), mean, inverse, gain, bias, spec)
 
 
 def square_tiles(squares, part, mean, begun, spec):
