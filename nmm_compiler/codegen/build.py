@@ -75,7 +75,7 @@ class Kernel:
         turns = self.schedule.turns(self.spec) if mode == "timing" else None
         return simulate(
             self, *arrays, target=self.target, grid=self.spec.lnc, mode=mode, strict=strict,
-            one_of_ranks=self.spec.world_size, turns=turns,
+            one_of_ranks=self.spec.tp, turns=turns,
         )  # fmt: skip
 
     def simulate_ranks(self, *arrays: Any, mode: str = "full") -> tuple[Simulation, ...]:

@@ -114,14 +114,14 @@ def prove(kernel: Kernel, seed: int = 0) -> Proof:
     """
     spec = kernel.spec
     arrays = random_arrays(spec.whole(), seed)
-    if spec.world_size > 1:
+    if spec.tp > 1:
         runs = kernel.simulate_ranks(*arrays, mode="functional")
     else:
         runs = (kernel.simulate(*arrays, mode="functional"),)
     outputs = tuple(y for run in runs for y in run.outputs or ())
     limits = (spec.reference(*arrays), spec.error_bound(*arrays), spec.typical_error(*arrays))
     each = (one if isinstance(one, tuple) else (one,) for one in limits)
-    return compare(kernel.name, outputs, *(one * spec.world_size for one in each))
+    return compare(kernel.name, outputs, *(one * spec.tp for one in each))
 
 
 # The typical error takes every rounding at its largest, 1.7 times the root mean square. A right

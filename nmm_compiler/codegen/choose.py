@@ -243,7 +243,7 @@ def simulated(spec: KernelSpec, schedule: Any, target: Target) -> tuple[float, i
         return latency, count, in_order
     family = FAMILIES[spec.family]
     arrays: dict[str, Any] = {t.name: ArraySpec(t.shape, t.dtype) for t in spec.inputs()}
-    parameters = family.arguments(spec, schedule) | {"one_of_ranks": spec.world_size}
+    parameters = family.arguments(spec, schedule) | {"one_of_ranks": spec.tp}
     where = f"{family.path}:{family.folder}"
     run = simulate(
         where, target=target, mode="timing", grid=spec.lnc, turns=schedule.turns(spec),

@@ -37,8 +37,8 @@ def kernel_name(spec: KernelSpec, schedule: Any, target: Target, dialect: str = 
     words = [*spec.short().replace(".", "_").split(), target.name]
     if spec.lnc > 1:
         words.append(f"lnc{spec.lnc}")
-    if spec.world_size > 1:
-        words.append(f"tp{spec.world_size}")
+    if spec.tp > 1:
+        words.append(f"tp{spec.tp}")
     if dialect != "nki":
         words.append(dialect)
     return "_".join([*words, (spec.digest(6) + schedule.digest(6))])
@@ -60,7 +60,7 @@ def kernel_source(
         name=name,
         header=header,
     )
-    return name, in_dialect(source, dialect, spec.lnc, spec.world_size)
+    return name, in_dialect(source, dialect, spec.lnc, spec.tp)
 
 
 def _header(

@@ -104,6 +104,8 @@ class KernelSpec(Record):
     # Whether each token's result depends on that token alone: then a launch may pad or split them.
     splits_tokens: ClassVar[bool] = True
 
+    tp = 1  # ranks that run the kernel together, each on its shard
+
     def __post_init__(self) -> None:
         """Raise ShapeError, SpecError or UnknownNameError for what no spec has in a field."""
         if self.lnc not in (1, 2) or isinstance(self.lnc, bool):
@@ -143,33 +145,27 @@ class KernelSpec(Record):
         shared = dataclasses.replace(self, lnc=lnc)
         return shared if shared.splits() else dataclasses.replace(self, lnc=1)
 
+    @property
+    def layer(self) -> Any:
+        """What all cores compute together, as schedules and kernels read it."""
+        return self
+
     def share(self, split: str) -> Any:
         """Return what one of the cores computes; all of it for one core."""
-        if self.lnc == 1:
-            return self
-        self.check_split(split)
-        return dataclasses.replace(self, lnc=1, **self.half_of(split))
-
-    def half_of(self, split: str) -> dict[str, Any]:
-        """Return the sizes of one of two cores' share: field -> value."""
-        raise NotImplementedError
-
-    def whole_of(self, part: Any, turns: Any) -> Self:
-        """Return the spec whose shares are `turns`, some of the tokens of the share `part`."""
-        return dataclasses.replace(self, m=turns.m * self.m // part.m)
-
-    def check_split(self, split: str) -> None:
-        """Raise SpecError unless two cores can share the work in this way."""
-        if split not in self.splits():
+        if self.lnc > 1 and split not in self.splits():
             raise SpecError(
                 f"{self.short()}: split is {split!r}; {self.lnc} cores can share it by "
                 f"{', '.join(self.splits()) or 'nothing: an odd number of tokens or outputs'}"
             )
+        return self.layer if self.lnc == 1 else self.half(split)
 
-    @property
-    def world_size(self) -> int:
-        """Cores that run the kernel together, each on its shard; 1 for most kernels."""
-        return 1
+    @abstractmethod
+    def half(self, split: str) -> Any:
+        """Return the share of one of two cores."""
+
+    def whole_of(self, part: Any, turns: Any) -> Self:
+        """Return the spec whose shares are `turns`, some of the tokens of the share `part`."""
+        return dataclasses.replace(self, m=turns.m * self.m // part.m)
 
     def whole(self) -> Self:
         """Return the spec of what all ranks compute together; itself for a kernel of one."""

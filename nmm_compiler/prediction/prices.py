@@ -144,7 +144,7 @@ def kernel_price(spec: KernelSpec, machine: Machine) -> Line:
     except NO_KERNEL:
         us, source = math.inf if summed or takes_in else stored.roofline_us(machine.target), "bound"
     if summed:
-        how += f" on {stored.world_size} cores, the sum of {summed:,} B inside"
+        how += f" on {stored.tp} cores, the sum of {summed:,} B inside"
         source = f"{ours} + law"
     elif machine.lnc > 1 and replace(stored, lnc=machine.lnc).splits():
         how += f" on {machine.lnc} cores"

@@ -64,7 +64,7 @@ def estimate_us(spec: KernelSpec, chip: Target) -> float:
         spec.check(chip)  # the closed form asks no target for its collectives
         alone = dataclasses.replace(spec, tp=1, tp_axis="")  # type: ignore[call-arg]
         return estimate_us(alone, chip) + collective_alone_us(
-            spec.exchanged_bytes() / spec.lnc, spec.world_size, chip
+            spec.exchanged_bytes() / spec.lnc, spec.tp, chip
         )
     return rank(spec, chip)[0].cost_us
 
@@ -161,7 +161,7 @@ def launch_us(spec: KernelSpec, chip: Target, lnc: int, source: str) -> float:
     for them. Raises one of NO_KERNEL for what has no schedule.
     """
     alone = dataclasses.replace(spec, lnc=1) if spec.lnc > 1 else spec
-    waits = wait_us(spec.world_size, chip) if spec.exchanged_bytes() else 0.0
+    waits = wait_us(spec.tp, chip) if spec.exchanged_bytes() else 0.0
     if lnc > 1 and hasattr(spec, "m"):
         shared = dataclasses.replace(alone, lnc=lnc)
         with contextlib.suppress(*NO_KERNEL):

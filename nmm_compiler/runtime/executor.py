@@ -151,10 +151,10 @@ def _check_simulated(executor: str, kernel: Any, device: torch.device) -> None:
             f"executor {executor!r} got tensors on {str(device)!r}; it runs on the CPU: move the "
             "model to 'cpu', or use executor 'auto'"
         )
-    if kernel.spec.world_size > 1:
+    if kernel.spec.tp > 1:
         raise SpecError(
             f"executor {executor!r} runs one rank, and {kernel.name} is one of "
-            f"{kernel.spec.world_size} that exchange data; use kernel.simulate_ranks for all of "
+            f"{kernel.spec.tp} that exchange data; use kernel.simulate_ranks for all of "
             "them, or executor 'reference' in as many processes"
         )
 

@@ -284,7 +284,7 @@ def _difference(spec: Any, arrays: Sequence[Any], got: Sequence[Any]) -> str | N
     chosen = _chosen(spec.m) if spec.splits_tokens else np.arange(spec.m)
     small = dataclasses.replace(spec, m=len(chosen))
     arrays = _of_tokens(arrays, spec.inputs(), chosen)
-    if spec.world_size > 1:  # operands of the product that all ranks compute
+    if spec.tp > 1:  # operands of the product that all ranks compute
         arrays = small.joined(*arrays)
     references = (small.reference, small.error_bound, small.typical_error)
     wanted, bounds, typical = (several(one(*arrays)) for one in references)

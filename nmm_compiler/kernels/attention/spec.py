@@ -153,11 +153,12 @@ class AttentionSpec(KernelSpec):
             return (HEADS,)
         return () if self.group % self.lnc else (QUERY_HEADS,)
 
-    def half_of(self, split: str) -> dict[str, Any]:
-        """Return the sizes of a core's share; a group is then a sequence of its own."""
+    def half(self, split: str) -> AttentionSpec:
+        """Return a core's share; of half the groups each is a sequence of its own."""
+        sizes: dict[str, Any] = {"heads": self.heads // 2}
         if split == HEADS:
-            return {"batch": self.groups // 2, "heads": self.group, "kv_heads": 1}
-        return {"heads": self.heads // 2}
+            sizes = {"batch": self.groups // 2, "heads": self.group, "kv_heads": 1}
+        return dataclasses.replace(self, lnc=1, **sizes)
 
     def whole_of(self, part: AttentionSpec, turns: AttentionSpec) -> AttentionSpec:
         """Return the spec whose shares are `turns`, some of the groups of the share `part`."""

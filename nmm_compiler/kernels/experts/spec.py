@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -163,11 +163,11 @@ class ExpertsSpec(KernelSpec):
             return (GROUPS,)
         return (WEIGHTS,) * (self.n % (256 if self.mx else 2) == 0)
 
-    def half_of(self, split: str) -> dict[str, Any]:
-        """Return the features of h, or the picks of the only token, of each of two cores."""
-        if split == WEIGHTS:
-            return {"n": self.n // 2}
-        return {"top_k": self.top_k // 2} if self.m == 1 else {}
+    def half(self, split: str) -> ExpertsSpec:
+        """Return the share of one of two cores: of features of h, or of the only token's picks."""
+        n = self.n // 2 if split == WEIGHTS else self.n
+        picks = self.top_k // 2 if split == GROUPS and self.m == 1 else self.top_k
+        return dataclasses.replace(self, lnc=1, n=n, top_k=picks)
 
     def inputs(self) -> tuple[TensorSpec, ...]:
         """Return x, the weights, scales, factors and biases of all groups, the index, the gates."""

@@ -16,7 +16,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 from nmm_compiler.errors import ShapeError, SpecError
-from nmm_compiler.kernels.base import MX_PRODUCT, WEIGHTS, check_name
+from nmm_compiler.kernels.base import MX_PRODUCT, check_name
 from nmm_compiler.kernels.linear.layer import MULTIPLY, Linear, LowRank, Weight
 from nmm_compiler.kernels.linear.spec import LinearSpec, MatmulSpec
 from nmm_compiler.kernels.number_formats import FP8, X_DTYPES
@@ -208,13 +208,6 @@ class CorrectedMLPSpec(CorrectedSpec):
     def adds_residual(self) -> bool:  # type: ignore[override]
         """Whether a residual can be added to the result."""
         return self.down
-
-    def splits(self) -> tuple[str, ...]:
-        """Return the ways in which the cores can share the work; h is cut in whole 512s."""
-        made = super().splits()
-        if self.weight in MX and self.down and self.n % 1024:
-            made = tuple(one for one in made if one != WEIGHTS)
-        return made
 
     def _linears(self) -> list[tuple[int, int, int, str]]:
         n = self.n

@@ -121,11 +121,11 @@ class Estimates:
 
     def _crossing(self, left: Estimate, pair: LowRank) -> Array | float:
         """Return the error of rounding what each rank adds to p, in the format that is kept."""
-        if self.spec.world_size == 1:
+        if self.spec.tp == 1:
             return 0.0
         value = left.value * self.operands.get("x_scale", 1.0)
         right = self.operands[pair.u.name] * self.operands.get(pair.u.scale, 1.0)
-        ranks, made = self.spec.world_size, np.zeros(1)
+        ranks, made = self.spec.tp, np.zeros(1)
         parts = list(zip(np.split(value, ranks, 1), np.split(right, ranks, 0), strict=True))
         if self.layer.fp8 or pair.shaped or pair.scale != 1.0:
             parts.append((value, right))  # a function follows the sum, which is rounded for it

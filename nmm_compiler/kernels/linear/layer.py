@@ -393,28 +393,22 @@ class Layer(Record):
 
 def placed(layer: Layer) -> Layer:
     """Return the layer with the places of its linears, and of their p^T in one strip."""
-    tile, seen = 0, dict[str, LowRank]()
-
-    def of(place: int, linear: Linear, tile: int) -> Linear:
+    made, seen = [], dict[str, LowRank]()
+    for place, linear in enumerate(layer.layers):
         pair = linear.low_rank
         if pair.r:
-            known = seen.setdefault(
-                pair.u.name, dataclasses.replace(pair, tile=tile, place=len(seen))
-            )
+            behind = linear is layer.down  # its p^T is a strip of its own
+            tile = 0 if behind else sum(known.tiles for known in seen.values())
+            new = dataclasses.replace(pair, tile=tile, place=len(seen))
+            known = seen.setdefault(pair.u.name, new)
             own = "channel" if pair.u.format == FP8 else ""
             scales = own if pair.u.format else layer.scales
             scales = "channel" if pair.gain else scales or "factor" * (pair.scale != 1.0)
             scales = "group" if pair.groups.count else scales
             pair = dataclasses.replace(pair, tile=known.tile, place=known.place, scales=scales)
-        return dataclasses.replace(linear, place=place, low_rank=pair)
-
-    linears = []
-    for place, linear in enumerate(layer.linears):
-        new = linear.low_rank.u.name not in seen
-        linears.append(of(place, linear, tile))
-        tile += linear.low_rank.tiles if new else 0
-    down = of(len(linears), layer.down, 0) if layer.down.n else layer.down
-    return dataclasses.replace(layer, linears=tuple(linears), down=down)
+        made.append(dataclasses.replace(linear, place=place, low_rank=pair))
+    down = made.pop() if layer.down.n else layer.down
+    return dataclasses.replace(layer, linears=tuple(made), down=down)
 
 
 def half(layer: Layer, split: str) -> Layer:

@@ -79,11 +79,10 @@ class LinearSchedule(Schedule):
         """Return the tokens of a block."""
         return min(self.m_block, layer.m)
 
+    # its checks, its work and its kernel all ask for it
+    @functools.lru_cache(maxsize=64)  # noqa: B019  (it keeps 64 schedules, small records)
     def plan(self, layer: Layer) -> Layer:
         """Return the layer with the way in which x and each weight arrives."""
-        return _plan_of(self, layer)
-
-    def _plan(self, layer: Layer) -> Layer:
         x_load = self.x_load
         if layer.fp8_x and x_load == "tensor":
             x_load = "tensor16"
@@ -331,12 +330,6 @@ class LinearSchedule(Schedule):
     def so_many_turns(self, layer: Layer, count: int) -> Layer:
         """Return the layer of the first turns of the loop."""
         return dataclasses.replace(layer, m=count * self.m_block)
-
-
-@functools.lru_cache(maxsize=64)
-def _plan_of(schedule: LinearSchedule, layer: Layer) -> Layer:
-    """Return the plan of a schedule, which its checks, its work and its kernel all ask for."""
-    return schedule._plan(layer)
 
 
 def _pitch(free: int, aligned: bool) -> int:

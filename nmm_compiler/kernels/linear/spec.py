@@ -116,9 +116,9 @@ class LinearSpec(KernelSpec):
                 f"{self.family}: norm={self.norm!r} takes a plain x, and x is {self.x_format}; "
                 "make the norm before the kernel, or pass x_dtype bfloat16"
             )
-        if self.world_size > 1 and (self.norm != "none" or self.residual):
+        if self.tp > 1 and (self.norm != "none" or self.residual):
             raise SpecError(
-                f"{self.family}: norm and residual go with one rank, not {self.world_size}; make "
+                f"{self.family}: norm and residual go with one rank, not {self.tp}; make "
                 "the norm before the kernel, and add the residual behind it"
             )
         if self.norm_bias and self.norm == "rms":
@@ -178,7 +178,7 @@ class LinearSpec(KernelSpec):
                 m=self.m, k=self.k, dtype=self._dtype(), x_format=self.x_format,
                 result_dtype=self.result_dtype, kept_dtype=self._plain_dtype(),
                 x_layout=self.layout_of("x"), scales=self.scales or "",
-                tp=self.world_size, **more, **self._layer(),
+                tp=self.tp, **more, **self._layer(),
             )
         )  # fmt: skip
 
@@ -209,18 +209,15 @@ class LinearSpec(KernelSpec):
         if self.lnc == 1:
             return ("",)
         layer = self.layer
-        # each core has an even number of outputs of MX weights, as their products have
-        step = 4 if any(one.mx for one in layer.weights()) else 2
+        # of MX weights each core has an even number of outputs, and whole 512s of h
+        step, of_h = (4, 1024) if layer.mx else (2, 256)
         even = all(one.n % step == 0 for one in layer.layers)
-        even = even and not (layer.down.n and layer.linears[0].n % 256)
-        tokens = (TOKENS,) if self.m % 2 == 0 else ()
-        return (*tokens, *((WEIGHTS,) if even else ()))
+        even = even and not (layer.down.n and layer.linears[0].n % of_h)
+        halves = self.m % 2 == 0 and not layer.gathers  # gathered factors are halved by outputs
+        return (*((TOKENS,) if halves else ()), *((WEIGHTS,) if even else ()))
 
-    def share(self, split: str) -> Layer:
-        """Return what one of the cores computes; all of it for one core."""
-        if self.lnc == 1:
-            return self.layer
-        self.check_split(split)
+    def half(self, split: str) -> Layer:
+        """Return the share of one of two cores."""
         return half(self.layer, split)
 
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -369,6 +366,12 @@ class LinearSpec(KernelSpec):
                 )
         return tuple(dict.fromkeys(made))
 
+    def short(self) -> str:
+        """Return family, sizes, number formats, and whether a dense weight is beside factors."""
+        sizes = " ".join(f"{name[0]}{getattr(self, name)}" for name in self.sizes)
+        base = " base" * any(one.weight.k and one.low_rank.r for one in self.layer.linears)
+        return f"{self.family} {sizes} {self.formats()}{base}"
+
     def formats(self) -> str:
         """Return the number formats that differ from plain operands in one word, for names."""
         words = [self._dtype(), self.x_dtype and f"x_{self.x_dtype}", self.scales]
@@ -393,7 +396,3 @@ class MatmulSpec(LinearSpec):
             activation=self.activation, layout=self.layout_of("out"),
         )  # fmt: skip
         return {"linears": (one,)}
-
-    def short(self) -> str:
-        """Return family, sizes and dtype."""
-        return f"matmul m{self.m} k{self.k} n{self.n} {self.formats()}"

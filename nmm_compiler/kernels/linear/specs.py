@@ -19,7 +19,7 @@ from typing import Any, ClassVar, cast
 import numpy as np
 
 from nmm_compiler.errors import ShapeError, SpecError
-from nmm_compiler.kernels.base import WEIGHTS, TensorSpec, check_name, check_sizes
+from nmm_compiler.kernels.base import TensorSpec, check_name, check_sizes
 from nmm_compiler.kernels.linear.layer import MULTIPLY, Groups, Linear, LowRank, Weight
 from nmm_compiler.kernels.linear.spec import LinearSpec, MatmulSpec
 from nmm_compiler.kernels.tiling import item_bytes, lay
@@ -113,11 +113,6 @@ class LowRankSpec(LinearSpec):
         )  # fmt: skip
         return {"linears": (one,)}
 
-    @property
-    def world_size(self) -> int:
-        """Ranks that run the kernel together."""
-        return self.tp
-
     def whole(self) -> LowRankSpec:
         """Return the spec of the product that all ranks compute together."""
         one = dataclasses.replace(self, k=self.k * self.tp, tp=1, tp_axis="")
@@ -174,13 +169,9 @@ class LowRankSpec(LinearSpec):
         return self.inner_bias or self.inner_norm or self.inner_activation != "identity"
 
     def short(self) -> str:
-        """Return family, sizes and dtype."""
-        base = " base" if self.base else ""
+        """Return what others say, what stands between the products, and that ranks sum."""
         inner = f" inner {'rms' if self.inner_norm else self.inner_activation}" * self.inner
-        ranks = " rows" * (self.tp > 1)
-        return (
-            f"lowrank m{self.m} k{self.k} r{self.r} n{self.n} {self.formats()}{base}{inner}{ranks}"
-        )
+        return super().short() + inner + " rows" * (self.tp > 1)
 
 
 Pair = tuple[int, tuple[int, ...]]
@@ -377,7 +368,7 @@ class AdaptersSpec(LinearSpec):
     base: bool = True
 
     family: ClassVar[str] = "adapters"
-    sizes: ClassVar[tuple[str, ...]] = ("m", "k", "r", "n", "groups")
+    sizes: ClassVar[tuple[str, ...]] = ("m", "k", "groups", "r", "n")
     dtypes: ClassVar[tuple[str, ...]] = ("bfloat16", "float16", "float32")
 
     @property
@@ -401,11 +392,6 @@ class AdaptersSpec(LinearSpec):
             layout=self.layout_of("out"),
         )  # fmt: skip
         return {"linears": (one,)}
-
-    def splits(self) -> tuple[str, ...]:
-        """Return the ways in which the cores can share the work: gathered factors by outputs."""
-        ways = super().splits()
-        return tuple(way for way in ways if way in ("", WEIGHTS)) if self.slots else ways
 
     def inputs(self) -> tuple[TensorSpec, ...]:
         """Return x, the factors of all adapters, w, bias, index, row_scale, the norm, residual."""
@@ -431,14 +417,6 @@ class AdaptersSpec(LinearSpec):
         """Return every operand and the result once, of adapters those that tokens can choose."""
         unread = max(0, self.groups - self.m) * self.r * (self.k + self.n)
         return super().minimal_hbm_bytes() - unread * item_bytes(self.dtype)
-
-    def short(self) -> str:
-        """Return family, sizes and dtype."""
-        base = " base" if self.base else ""
-        return (
-            f"adapters m{self.m} k{self.k} g{self.groups} r{self.r} n{self.n} "
-            f"{self.formats()}{base}"
-        )
 
 
 def read_pairs(pairs: Any) -> tuple[Pair, ...]:
