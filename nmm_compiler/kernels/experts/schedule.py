@@ -16,7 +16,7 @@ from nmm_compiler.kernels.base import (
     Family,
     Schedule,
 )
-from nmm_compiler.kernels.experts.spec import FEW, TOKENS, ExpertsSpec
+from nmm_compiler.kernels.experts.spec import FEW, NOTHING, TOKENS, ExpertsSpec
 from nmm_compiler.kernels.linear.layer import OPS, Weight
 from nmm_compiler.kernels.linear.schedule import (
     add_loads,
@@ -35,7 +35,6 @@ from nmm_compiler.kernels.tiling import (
 from nmm_compiler.kernels.work import Work
 from nmm_compiler.targets import Target
 
-NOTHING = Weight()
 _FIELDS = {
     "up": "gate_up", "up_u": "gate_up_u", "up_v": "gate_up_v",
     "down": "down", "down_u": "down_u", "down_v": "down_v",

@@ -31,13 +31,15 @@ from nmm_compiler.kernels.base import (
 )
 from nmm_compiler.kernels.error_bounds import FP32_ROUNDOFF, Estimate
 from nmm_compiler.kernels.linear.corrected import MULTIPLIED
-from nmm_compiler.kernels.linear.layer import Weight
+from nmm_compiler.kernels.linear.estimates import Estimates
+from nmm_compiler.kernels.linear.layer import MULTIPLY, Layer, Linear, LowRank, Weight
 from nmm_compiler.kernels.linear.spec import mx_scale_of, operand_of
 from nmm_compiler.kernels.linear.specs import GatedMLPSpec
 from nmm_compiler.kernels.number_formats import FP8, X_DTYPES
-from nmm_compiler.kernels.packed_formats import MX, from_nki, rounding_of_x
+from nmm_compiler.kernels.packed_formats import MX, from_nki
 from nmm_compiler.kernels.tiling import tiles
 
+NOTHING = Weight()
 HALVES = ("joined", "interleaved")
 FACTORS = "factors"
 """The format of weights that are a pair of thin factors alone."""
@@ -209,72 +211,65 @@ class ExpertsSpec(KernelSpec):
         rest = sum(whole.pop(name) for name in ("x", "y", "index", "gates"))
         return rest + round(sum(whole.values()) * self.expected / self.groups)
 
+    def layer_of_group(self) -> Layer:
+        """Return the layer of one group: what is stored for gate and up are two linears there."""
+        made = []
+        for end, of, k, n, r in (
+            ("gate", "gate_up", self.k, self.n, self.ranks[0]),
+            ("up", "gate_up", self.k, self.n, self.ranks[0]),
+            ("down", "down", self.n, self.k, self.ranks[1]),
+        ):
+            pair = LowRank(
+                u=Weight(name=f"{of}_u", k=k, n=r, format=self.dtype),
+                v=Weight(name=f"{end}_v", k=r, n=n, format=self.dtype),
+            )
+            weight = Weight(name=end, k=k, n=n, format=self.weight * self.mx)
+            made.append(
+                Linear(
+                    n=n, weight=NOTHING if self.weight == FACTORS else weight, low_rank=pair,
+                    bias=f"{end}_bias" * getattr(self, f"{of}_bias"),
+                    activation=self.activation if end == "gate" and not self.limit else "identity",
+                )
+            )  # fmt: skip
+        return Layer(
+            m=self.m, k=self.k, linears=tuple(made[:2]), combine=MULTIPLY, down=made[2],
+            dtype=FP8 if self.weight == "fp8" else self.dtype, x_format=self.dtype,
+            kept_dtype=self.dtype,
+        )  # fmt: skip
+
     def estimates(self, arrays: tuple[Array, ...], typical: bool) -> Iterable[Estimate]:
         """Return y before it is rounded; of many tokens the rows of picks are rounded, too."""
         check_arrays(self, arrays)
         named = {t.name: a for t, a in zip(self.inputs(), arrays, strict=True)}
         index, gates, x = (np.asarray(named[name], np.float64) for name in ("index", "gates", "x"))
         total = Estimate(np.zeros(x.shape), np.zeros(x.shape), typical)
+        layer, kind = self.layer_of_group(), _Clamped if self.limit else Estimates
         for group in (group for group in np.unique(index).astype(int) if group >= 0):
             factor = np.where(index == group, gates, 0.0).sum(1)[:, None]
-            own = self._mlp(Estimate(x, 0.0, typical), self._of_group(named, group))
-            total = total.with_sum(own.scaled(factor))
+            (y,) = kind(self, layer, {"x": x} | self._of_group(named, group), typical).results()
+            y = y if self.m <= FEW else y.rounded(self.dtype)
+            total = total.with_sum(y.scaled(factor))
             total = total.in_fp32(total.value, total.error)
         return [total]
 
     def _of_group(self, named: dict[str, Array], group: int) -> dict[str, Array]:
-        """Return the operands of a group in float64, weights as they multiply."""
+        """Return the operands of a group's linears in float64, weights as they multiply."""
         of = {name: array[group] for name, array in named.items() if name not in _OF_TOKENS}
-        stored = self.stored()
-        for name in ("gate_up", "down"):
+        for name, inputs in (("gate_up", self.k), ("down", self.features)):
             if self.mx:
-                of[name] = from_nki(of[name], of.pop(f"{name}_scale"), MX[self.weight])
-            elif name in stored and self.weight_layout == "col":
+                data, scales = of[name], of.pop(f"{name}_scale")
+                of[name] = from_nki(data, scales, MX[self.weight])[:inputs]
+            elif name in of and self.weight_layout == "col":
                 of[name] = of[name].T
-        return {name: np.asarray(array, np.float64) for name, array in of.items()}
-
-    def _mlp(self, x: Estimate, of: dict[str, Array]) -> Estimate:
-        """Return what one group makes of all tokens."""
-        both = self._linear(x, "gate_up", of)
-        gate, up = self._halves(both)
-        if self.limit:
-            g, u = np.minimum(gate.value, self.limit), np.clip(up.value, -self.limit, self.limit)
-            active = dataclasses.replace(
-                gate, value=g / (1 + np.exp(-self.slope * g)), error=1.1 * gate.error
-            )
-            h = active.scaled(u + self.plus, up.error)
-            own = _CLAMPED_ROUNDINGS * FP32_ROUNDOFF
-            h = h.off_by(own * (np.abs(h.value) + np.abs(g) + 1))
-        else:
-            h = gate.activated(self.activation).scaled(up.value, up.error)
-        y = self._linear(h.rounded(self.dtype), "down", of)
-        return y if self.m <= FEW else y.rounded(self.dtype)
-
-    def _linear(self, left: Estimate, name: str, of: dict[str, Array]) -> Estimate:
-        """Return the estimate of a product with a weight, its factors or both, and its bias."""
-        total = Estimate(np.zeros(1), 0.0, left.typical)
-        u, v, w = (of.get(one) for one in (f"{name}_u", f"{name}_v", name))
-        terms = sum(len(one) for one in (v, w) if one is not None)
-        k = left.value.shape[1]
-        if u is not None and v is not None:
-            errors = np.broadcast_to(left.error, left.value.shape)
-            plain = Estimate(left.value[:, : len(u)], errors[:, : len(u)], left.typical)
-            total = plain.times(u).rounded(self.dtype).times(v, terms)
-        if w is not None:
-            if self.mx:  # of blocks filled up with zeros
-                left = left.off_by(rounding_of_x(left.most))
-            total = total.with_sum(left.times(w[:k], terms))
-        scale, bias = of.get(f"{name}_scale"), of.get(f"{name}_bias")
-        total = total if scale is None else total.scaled(scale)
-        return total if bias is None else total.plus(bias)
-
-    def _halves(self, both: Estimate) -> list[Estimate]:
-        """Return gate and up."""
-        half = slice(0, self.features), slice(self.features, None)
+        columns = np.arange(2 * self.features).reshape(2, -1)
         if self.halves == "interleaved":
-            half = slice(0, None, 2), slice(1, None, 2)
-        error = np.broadcast_to(both.error, both.value.shape)
-        return [Estimate(both.value[..., i], error[..., i], both.typical) for i in half]
+            columns = columns.reshape(-1, 2).T
+        for name in [name for name in of if name.startswith("gate_up") and name != "gate_up_u"]:
+            for end, own in zip(("gate", "up"), columns, strict=True):
+                of[name.replace("gate_up", end)] = of[name][..., own]
+        if "down_u" in of:  # it has no rows of the features that blocks are filled up with
+            of["down_u"] = np.pad(of["down_u"], ((0, self.features - self.n), (0, 0)))
+        return {name: np.asarray(array, np.float64) for name, array in of.items()}
 
     def as_products(self) -> Products:
         """Return a gated MLP of all tokens for each group that they are expected to choose."""
@@ -293,3 +288,15 @@ class ExpertsSpec(KernelSpec):
         words += ["r{}_{}".format(*self.ranks)] * any(self.ranks)
         words += [self.weight, self.dtype, "clamped" * bool(self.limit)]
         return " ".join(word for word in words if word)
+
+
+class _Clamped(Estimates):
+    """The results of a group whose gate and up are clamped before their product."""
+
+    def gated(self, gate: Estimate, up: Estimate) -> Estimate:
+        """Return h, as the head of this file says it."""
+        spec = self.spec
+        g, u = np.minimum(gate.value, spec.limit), np.clip(up.value, -spec.limit, spec.limit)
+        active = Estimate(g / (1 + np.exp(-spec.slope * g)), 1.1 * gate.error, self.typical)
+        h = active.scaled(u + spec.plus, up.error)
+        return h.off_by(_CLAMPED_ROUNDINGS * FP32_ROUNDOFF * (np.abs(h.value) + np.abs(g) + 1))

@@ -46,7 +46,7 @@ class Estimates:
         middle = {pair.u.name: self._pair(x, pair, True) for pair in layer.factors}
         made = [self._linear(x, middle, linear, True) for linear in layer.linears]
         if layer.combine:
-            made = [product(*made)]
+            made = [self.gated(*made)]
         if layer.down.n:
             h = made[0].rounded(layer.kept_dtype)
             middle = {pair.u.name: self._pair(h, pair, False) for pair in layer.down_pairs}
@@ -55,6 +55,10 @@ class Estimates:
             return made
         residual = self.operands["residual"]
         return [one.rounded(layer.result_dtype).plus(residual) for one in made]
+
+    def gated(self, gate: Estimate, up: Estimate) -> Estimate:
+        """Return the product of two results."""
+        return gate.scaled(up.value, up.error)
 
     def _pair(self, left: Estimate, pair: LowRank, of_x: bool) -> tuple[Estimate, Any]:
         """Return p as it is kept, and one over its norm where the norm follows it."""
@@ -133,13 +137,6 @@ class Estimates:
             rounding = rounding_error(np.abs(part @ other), self.layer.kept_dtype)
             made = combine(made, rounding, self.typical)
         return abs(pair.scale) * made
-
-
-def product(gate: Estimate, up: Estimate) -> Estimate:
-    """Return the estimate of a product of two results."""
-    left, right = np.abs(gate.value) * up.error, np.abs(up.value) * gate.error
-    error = combine(combine(left, right, gate.typical), gate.error * up.error, gate.typical)
-    return gate.in_fp32(gate.value * up.value, error, 2)
 
 
 def normed(spec: Any, x: Estimate, operands: dict[str, Array]) -> Estimate:
