@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from nmm_compiler.ops.launches import (
     dtype_name,
     turned,
 )
-from nmm_compiler.ops.linear import UV, Linear, LinearOp
+from nmm_compiler.ops.linear import UV, Linear, LinearOp, of_one_dtype
 from nmm_compiler.ops.operands import (
     Given,
     check_dtypes,
@@ -231,7 +231,9 @@ class ExpertsOp(Op):
         check_name("format", given["format"], ("", FACTORS, *MULTIPLIED))
         x, picks = given["x"], given["index"]
         gate_up, down = (self._first(given, name) for name in ("gate_up", "down"))
-        check_dtypes(x, *_of_one_dtype(given))
+        every = (*gate_up.weights.values(), *down.weights.values())
+        scales = (one.scale for one in every if one.form not in MX)
+        check_dtypes(x, *of_one_dtype(given, (gate_up, down)), *scales)
         k, filled = x.shape[-1], 128 * (-(-x.shape[-1] // 128))
         if given["format"] in MX:  # x w takes inputs filled up with zeros, x u those of x
             w = {"w": gate_up.weights.pop("w")}
@@ -279,15 +281,6 @@ class ExpertsOp(Op):
         for name in ("gate_up", "down"):
             named |= stored_operands(stacks(given, name), transpose or turned, kept=kept)
         return Launch(spec, tuple(named[tensor.name] for tensor in spec.inputs()))
-
-
-def _of_one_dtype(given: Given) -> Iterator[Tensor | None]:
-    """Yield the tensors, or None, that have the dtype of x."""
-    for name in ("gate_up", "down"):
-        yield given[f"{name}_bias"]
-        for one in stacks(given, name).values():
-            yield None if one.form else one.tensor
-            yield None if one.form in MX else one.scale
 
 
 _SAID = ("halves", "activation", "limit", "slope", "plus")

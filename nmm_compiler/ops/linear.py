@@ -235,7 +235,7 @@ class LinearOp(Op):
         x, dtype = given["x"], _result_dtype(given)
         like = x if x.dtype == dtype else x.new_empty(x.shape, dtype=dtype)
         linears = self.linears(given)
-        check_dtypes(like, *_of_one_dtype(given, linears))
+        check_dtypes(like, *of_one_dtype(given, linears))
         tokens, k = tokens_of(x, given["x_layout"])
         check_name("token_axis", given.get("token_axis", "m"), TOKEN_AXES)
         if "norm" in given:
@@ -353,7 +353,7 @@ def _result_dtype(given: Given) -> torch.dtype:
     return made
 
 
-def _of_one_dtype(given: Given, linears: Sequence[Linear]) -> Iterator[Tensor | None]:
+def of_one_dtype(given: Given, linears: Sequence[Linear]) -> Iterator[Tensor | None]:
     """Yield the tensors, or None, that have the dtype of the results."""
     for linear in linears:
         yield from (one.tensor for one in linear.weights.values() if not one.form)
