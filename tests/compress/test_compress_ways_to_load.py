@@ -1,5 +1,6 @@
 """A saved low-rank model loads right in three ways, and raises in every other."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,7 @@ hooks = ("editable", "LowRank")  # of an install of this package, maybe an older
 sys.meta_path[:] = [f for f in sys.meta_path if not any(hook in repr(f) for hook in hooks)]
 
 import torch
+import torch.distributed.fsdp, torch.distributed.tensor, torch.export  # transformers loads these
 from safetensors.torch import load_file
 
 def right(model, directory):
@@ -109,7 +111,10 @@ def an_import_before_transformers_is_right_or_raises_until_load_has_registered()
         right(AutoModelForCausalLM.from_pretrained(directory), directory)
 
 apart(an_import_before_transformers_is_right_or_raises_until_load_has_registered)
-from transformers import AutoModel, AutoModelForCausalLM
+print("without this package", file=sys.stderr)
+from transformers import (
+    AutoModel, AutoModelForCausalLM, GPT2LMHeadModel, LlamaForCausalLM, Qwen3MoeForCausalLM,
+)  # the last three once for all
 
 def without_this_package_the_hub_s_convention_loads_and_all_else_raises():
     for directory, trust in (*in_turn(None, False), (saved / "experts", True)):
@@ -145,9 +150,15 @@ apart(after_the_import_from_pretrained_and_load_are_right)
 
 
 def test_each_way_to_load_is_right_or_raises(saved):
-    """In processes of their own, where this package is not on the path unless it is imported."""
+    """In processes of their own, where this package is not on the path unless it is imported.
+
+    Where it is imported first, nothing is said of torchao, which transformers imports.
+    """
     places = {"HF_HOME": str(saved.parent / "hub"), "PYTHONPATH": ""}
-    ran("-c", START + WAYS, saved, ROOT, BOUND, cwd="/", timeout=900, **places)
+    done = ran("-c", START + WAYS, saved, ROOT, BOUND, cwd="/", timeout=900, **places)
+    first, _, rest = done.stderr.partition("without this package\n")
+    assert rest
+    assert not re.search(r"torchao/|_pytree\.py", first), first
 
 
 def test_a_model_that_is_not_of_transformers_says_what_saves_it(tmp_path):

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import ran
 from torch._dynamo.testing import rand_strided
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
@@ -82,11 +81,11 @@ def test_a_pattern_of_its_own_is_asked_everywhere():
 # The script of a match: it finds the match again in its own nodes, and notices when it cannot.
 
 
-def ends(script, capsys):
+def ends(script, captured):
     """Return (exit code, output) of a script."""
     with pytest.raises(SystemExit) as ended:
         exec(compile(script, "script.py", "exec"), {"__name__": "script"})
-    return int(ended.value.code), capsys.readouterr().out
+    return int(ended.value.code), captured.readouterr().out
 
 
 # Views between the match and the tensors, modules by path, a group, a whole MLP, weights alone.
@@ -162,11 +161,11 @@ def test_a_tensor_is_written_with_its_strides(value):
     assert (made.shape, made.stride(), made.dtype) == (value.shape, value.stride(), value.dtype)
 
 
-def test_explain_writes_a_script_that_runs_alone(tmp_path, monkeypatch, nmm):
+def test_explain_writes_a_script_that_runs_alone(tmp_path, monkeypatch, nmm, capfd):
     monkeypatch.chdir(tmp_path)
     Path("small.py").write_text(
         "import torch\n\n\ndef make():\n    model = torch.nn.Sequential(torch.nn.Linear(64, 8, "
         "bias=False), torch.nn.Linear(8, 96))\n    return model, {'input': torch.randn(4, 64)}\n"
     )
     nmm("explain", "small.py:make", "--repro", "match.py", code=0)
-    ran("match.py", cwd=tmp_path, HOME=str(tmp_path))
+    assert ends(Path("match.py").read_text(), capfd)[0] == 0
