@@ -1,5 +1,6 @@
 """Child processes of tests: a program that has to end well, and ranks that sum with gloo."""
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -52,6 +53,19 @@ def same_gradients(model, alone, within, renamed=str):
     for name, parameter in alone.named_parameters():
         off = model.get_parameter(renamed(name)).grad.full_tensor() - parameter.grad
         assert float(off.abs().max()) <= within * float(parameter.grad.abs().max()), name
+
+
+@contextlib.contextmanager
+def first_of(count):
+    """Make this process the first of a group whose others are not there: sums are its own."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def _rank(rank, count, port, checks, results):

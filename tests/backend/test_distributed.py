@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from processes import on_ranks, same_gradients
+from processes import first_of, on_ranks, same_gradients
 from torch import nn
 from toy_models import Model, Pair
 
@@ -44,16 +44,23 @@ def parallel(model, **plan):
     return styles.parallelize_module(model, init_device_mesh("cpu", (2,)), made)
 
 
+def cut_along_rank(bias):
+    return parallel(Pair(64, 8, 48, bias), a=("ColwiseParallel", {}), b=("RowwiseParallel", {}))
+
+
+def assert_one_call():
+    report = nmm.last_report()
+    assert (report.chains, len(report.kernels)) == (1, 1), str(report)
+    assert "r4 " in report.kernels[0].spec, report.kernels[0].spec  # of rank 8, half
+
+
 def tensor_parallel(bias, inner):
     """A chain cut along its rank is one call on each device."""
     x = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(1))
-    alone = Pair(64, 8, 48, bias)
-    model = parallel(Pair(64, 8, 48, bias), a=("ColwiseParallel", {}), b=("RowwiseParallel", {}))
+    alone, model = Pair(64, 8, 48, bias), cut_along_rank(bias)
     got = compiled(model, inner)(x)
-    report = nmm.last_report()
+    assert_one_call()
     assert close(got, alone(x)), f"{inner}: values"
-    assert (report.chains, len(report.kernels)) == (1, 1), str(report)
-    assert "r4 " in report.kernels[0].spec, report.kernels[0].spec  # of rank 8, half
     got.square().sum().backward()
     alone(x).square().sum().backward()
     same_gradients(model, alone, 2.0**-20)
@@ -95,11 +102,14 @@ def fully_sharded():
     same_gradients(model, alone, 2.0**-20, partial(re.sub, r"^(layers.\d)", r"\1._orig_mod"))
 
 
-def test_tensor_parallel_keeps_the_chain():
-    on_ranks(2, partial(tensor_parallel, True, "eager"))
+def test_a_chain_that_is_cut_along_its_rank_is_one_call():
+    """On one of two devices; the values of both are compared in processes, below."""
+    with first_of(2):
+        compiled(cut_along_rank(True), "eager")(torch.randn(2, 5, 64)).sum()
+    assert_one_call()
 
 
 @pytest.mark.long
-def test_tensor_parallel_of_other_kinds_and_fsdp2():
-    kinds = [partial(tensor_parallel, bias, "aot_eager") for bias in (False, True)]
-    on_ranks(2, *kinds, sums_between, fully_sharded)
+def test_tensor_parallel_and_fsdp2():
+    kinds = [(True, "eager"), (False, "aot_eager"), (True, "aot_eager")]
+    on_ranks(2, *(partial(tensor_parallel, *kind) for kind in kinds), sums_between, fully_sharded)

@@ -16,10 +16,6 @@ from nmm_compiler.targets import get
 ASKED = {"allow_slower": True}
 
 
-def wide_llama(hidden=512, inner=1024, layers=2):
-    return llama(hidden, inner, layers, dtype=torch.bfloat16)
-
-
 def made_us(model, tokens):
     """Return what each call that the rewriter makes for so many tokens is predicted to take."""
     ids = torch.zeros(1, tokens, dtype=torch.long)
@@ -30,7 +26,7 @@ def made_us(model, tokens):
 
 @pytest.mark.usefixtures("closed_form_only")
 def test_the_calls_that_the_backend_makes_are_the_calls_that_were_priced():
-    model = wide_llama(768, 1536, 1)
+    model = llama(768, 1536, dtype=torch.bfloat16)
     report = compress(model, 0.3, workload={"prefill": (64, 1), "decode": (1, 1)}, **ASKED)
     assert len(report.compressed) == 7
     for timed in report.workload:
@@ -42,7 +38,7 @@ def test_the_calls_that_the_backend_makes_are_the_calls_that_were_priced():
 
 @pytest.mark.usefixtures("closed_form_only")
 def test_times_are_those_of_the_mix():
-    model = wide_llama(inner=2048, layers=1)
+    model = llama(512, 2048, dtype=torch.bfloat16)
     report = compress(
         model, 0.2, workload={"prefill": (512, 0.2), "decode": (1, 0.8)}, include=["mlp"]
     )

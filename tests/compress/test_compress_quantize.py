@@ -10,19 +10,13 @@ from toy_models import llama
 
 from nmm_compiler.errors import FileError, ModelError, OptionTypeError, UnknownNameError
 from nmm_compiler.lowrank_models import hf
-from nmm_compiler.lowrank_models.apply import compress, count_bytes
+from nmm_compiler.lowrank_models.apply import compress
 from nmm_compiler.lowrank_models.modules import quantize_factors
 from nmm_compiler.lowrank_models.recover import recover
 from nmm_compiler.lowrank_models.save import save_factors
 from nmm_compiler.targets import get
 
 IDS = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(1))
-
-
-def small(dtype=torch.float32):
-    model = llama(layers=2, num_key_value_heads=4, dtype=dtype)
-    compress(model, 0.2, align=8)
-    return model
 
 
 @pytest.mark.parametrize(("name", "format"), [("float8_e4m3", "fp8"), ("int8", "int8")])
@@ -67,16 +61,6 @@ def test_fp8_factors_are_priced_as_the_kernels_that_read_them():
     assert times["int8"] == times[None]
 
 
-def test_predictions_count_the_bytes_of_rounded_factors():
-    from nmm_compiler.prediction.predict import predict
-
-    models = [small(torch.bfloat16) for _ in range(2)]
-    quantize_factors(models[1], "float8_e4m3")
-    given = {"target": "trn2", "price": "closed_form", "context": 8, "last": True}
-    plain, rounded = (predict(one, **given).memory.weight_bytes for one in models)
-    assert plain - rounded == count_bytes(models[0]) - count_bytes(models[1]) > 0
-
-
 def test_what_does_not_go_on_top_is_refused_by_name(tmp_path):
     model = stack()
     with pytest.raises(ModelError, match="run compress"):
@@ -96,7 +80,8 @@ def test_what_does_not_go_on_top_is_refused_by_name(tmp_path):
 
 def test_torchao_works_and_says_how_to_save(tmp_path):
     quantization = pytest.importorskip("torchao.quantization")
-    model = small()
+    model = llama(num_key_value_heads=4)
+    compress(model, 0.2, align=8)
     expected = model(IDS).logits
     quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
     off = (model(IDS).logits - expected).norm() / expected.norm()

@@ -36,14 +36,18 @@ def three():
 
 
 class Backend:
-    """A backend of torch.compile that rewrites each graph; the results are its items."""
+    """A backend of torch.compile that rewrites each graph; the results are its items.
 
-    def __init__(self, options=None):
+    before: called with each graph and its inputs, before the passes.
+    """
+
+    def __init__(self, options=None, rules=None, before=lambda module, inputs: None):
         torch._dynamo.reset()
-        self.options, self.results = options, []
+        self.options, self.rules, self.before, self.results = options, rules, before, []
 
     def __call__(self, module, inputs):
-        self.results.append(run(module, inputs, self.options))
+        self.before(module, inputs)
+        self.results.append(run(module, inputs, self.options, self.rules))
         return self[-1].graph_module.forward
 
     def __getitem__(self, index):

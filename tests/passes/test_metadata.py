@@ -6,29 +6,22 @@ import models
 import pytest
 import torch
 import torch.nn.functional as F
-from models import kinds_of
+from models import Backend, kinds_of
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from nmm_compiler.passes.graph.capture import collect_values
-from nmm_compiler.passes.pipeline import run
 
 SAID = []
 
 
-def compiled(model, inputs, before=lambda module, inputs: None, **how):
+def compiled(model, inputs, before, **how):
     """Compile a model and call it for each of the inputs; `before` sees each graph first."""
-    results = []
-
-    def backend(module, example):
-        before(module, example)
-        results.append(run(module, example))
-        return results[-1].graph_module.forward
-
-    call = torch.compile(model, backend=backend, **how)
+    found = Backend(before=before)
+    call = torch.compile(model, backend=found, **how)
     for x in inputs:
         torch.testing.assert_close(call(*x), model(*x), rtol=1e-4, atol=1e-4)
-    return results
+    return found
 
 
 def forget(module, lost):

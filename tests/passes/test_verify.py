@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from models import Model, OwnRule, Pair
+from models import Backend, Model, OwnRule, Pair
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -201,21 +201,14 @@ def test_verify_in_graphs_of_higher_order_operators():
         def forward(self, x):
             return checkpoint(super().forward, x, use_reentrant=False)[1]
 
-    x = X.clone().requires_grad_()
-    found = []
+    def backend(change):
+        return Backend({"verify": True}, [wrong_rule(change), "..."])
 
-    def compiler(rules):
-        def compile_(module, inputs):
-            found.append(run(module, inputs, {"verify": True}, rules))
-            return found[-1].graph_module.forward
-
-        torch._dynamo.reset()
-        return torch.compile(Held(), backend=compile_)
-
-    compiler([wrong_rule(relu), "..."])(x)
-    assert len(found[0].matches) == 3
+    x, right = X.clone().requires_grad_(), backend(relu)
+    torch.compile(Held(), backend=right)(x)
+    assert len(right[0].matches) == 3
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r"depends on .*<Match: mine"):
-        compiler([wrong_rule(slightly_wrong), "..."])(x)
+        torch.compile(Held(), backend=backend(slightly_wrong))(x)
 
 
 # -- the backend ------------------------------------------------------------------------------

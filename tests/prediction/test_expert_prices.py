@@ -5,7 +5,6 @@ import json
 import pytest
 
 from nmm_compiler.errors import ModelError, OptionTypeError
-from nmm_compiler.prediction.plan import plan
 from nmm_compiler.prediction.predict import predict
 from nmm_compiler.prediction.prices import read_routing
 
@@ -35,19 +34,15 @@ def expert_line(prediction):
 
 
 @pytest.mark.parametrize("config", [QWEN, GPT_OSS], ids=lambda config: config["model_type"])
-def test_a_plan_prices_experts_in_every_form(config):
-    # of bf16 first, what would change it is predicted, too
-    forms = ("fp8", "bf16", "mxfp4", "mxfp4+32", "lowrank:0.2")
-    made = plan(config, targets=("trn3",), price="closed_form", prompts=(16,), contexts=(64,),
-                forms=forms)  # fmt: skip
-    lines = {one.form: expert_line(one) for one in made.predictions}
-    assert set(lines) == set(forms)
-    moved = {form: line.bytes_us for form, line in lines.items()}
+def test_experts_have_a_price_in_every_form(config):
+    forms = ("fp8", "bf16", "mxfp4", "mxfp4+32")
+    made = {form: predicted(config, target="trn3", weights=form) for form in forms}
+    moved = {form: expert_line(one).bytes_us for form, one in made.items()}
     assert 0.49 < moved["fp8"] / moved["bf16"] < 0.52
     assert 0.25 < moved["mxfp4"] / moved["bf16"] < 0.32  # features are filled up to whole 128s
     assert moved["mxfp4"] < moved["mxfp4+32"] < moved["fp8"]
-    assert "factors" in lines["lowrank:0.2"].what
-    held = {one.form: one.memory.weight_bytes for one in made.predictions}
+    assert "factors" in expert_line(predicted(config, target="trn3", ratio=0.2)).what
+    held = {form: one.memory.weight_bytes for form, one in made.items()}
     assert held["mxfp4"] < held["mxfp4+32"] < held["fp8"] < held["bf16"]
 
 

@@ -71,7 +71,7 @@ def test_what_would_change_it_is_predicted_again():
     assert not found["stack nxdi"].told_apart
     assert found["one launch a layer"].us < base.tpot_us
     assert "what would change it" in str(made)
-    assert plan(CONFIG, forms=("bf16",), batches=(1, 2), price="closed_form").changes == ()
+    assert plan(CONFIG, forms=("bf16",), contexts=(1024, 2048), price="closed_form").changes == ()
 
 
 def phase():

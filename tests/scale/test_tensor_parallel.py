@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from processes import on_ranks, ran, same_gradients
+from processes import first_of, on_ranks, ran, same_gradients
 from torch import nn
 
 import nmm_compiler as nmm
@@ -106,13 +106,9 @@ def test_a_mesh_of_one_gives_the_values_and_gradients_of_the_model(split):
 def down_of_four():
     """The rows of the first of four ranks, alone: the others are not there, sums are its own."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    try:
+    with first_of(4):
         yield nn.Sequential(cut(init_device_mesh("cpu", (4,))).down)
-    finally:
-        dist.destroy_process_group()
 
 
 def compiled(model, **more):
