@@ -30,8 +30,8 @@ print("\\n".join([kernel_key(spec, target, None).digest, str(len(source.splitlin
 
 @pytest.fixture
 def copy(tmp_path):
-    """A copy of the package's files, without bytecode."""
-    ignored = shutil.ignore_patterns("__pycache__")
+    """A copy of the package's files, with compiled ones, but for those that are being written."""
+    ignored = shutil.ignore_patterns("*.pyc.*")
     return Path(shutil.copytree(PACKAGE, tmp_path / "nmm_compiler", ignore=ignored))
 
 
@@ -79,7 +79,7 @@ def test_a_new_file_or_room_is_covered_without_being_listed(copy, name):
 def test_what_is_left_out_changes_nothing_and_says_why(copy):
     before = digests(copy)
     (copy / "cli" / "main.py").write_text("broken (")
-    (copy / "codegen" / "__pycache__").mkdir()
+    (copy / "codegen" / "__pycache__").mkdir(exist_ok=True)
     (copy / "codegen" / "__pycache__" / "tidy.cpython-312.pyc").write_bytes(b"x")
     (copy / "codegen" / ".tidy.py.swp").write_bytes(b"x")
     assert digests(copy) == before
