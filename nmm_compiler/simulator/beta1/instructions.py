@@ -12,6 +12,7 @@ the same partition, and a tile of more dimensions than an instruction walks.
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
 import math
@@ -535,13 +536,20 @@ _DEFAULTS = {**current_isa.CONSTANTS, **LANGUAGE, "bool": dtypes.bool_}
 """The names in the table's defaults of parameters."""
 
 
+def _default(text: str | None) -> Any:
+    if text is None:
+        return inspect.Parameter.empty
+    owner, *members = text.split(".")
+    if owner in _DEFAULTS:
+        return functools.reduce(getattr, members, _DEFAULTS[owner])
+    return ast.literal_eval(text)
+
+
 def documented(name: str, function: Function, body: Body) -> Body:
     """Return a function of the table that passes its arguments by name, with their defaults."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     signature = inspect.Signature([
-        inspect.Parameter(p, kind, default=inspect.Parameter.empty if text is None
-                          else eval(text, _DEFAULTS))  # noqa: S307 - of our own table
-        for p, text in function.parameters.items()
+        inspect.Parameter(p, kind, default=_default(d)) for p, d in function.parameters.items()
     ])  # fmt: skip
 
     def call(*args: Any, **kwargs: Any) -> Any:
