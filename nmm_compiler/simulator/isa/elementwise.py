@@ -264,11 +264,9 @@ def tensor_copy_predicated(
     if src.__class__ is not NkiTensor:
         _check_constant(call, "src", src, dst)
     yield {}
-    chosen = predicate.load(f"predicate of {call.name}").reshape(dst.shape) != 0
-    if reverse_pred:
-        chosen = ~chosen
-    call.kept = chosen
-    put(dst, src.load() if src.__class__ is NkiTensor else _filled(dst, src), where=chosen)
+    given = predicate.load(f"predicate of {call.name}").reshape(dst.shape)
+    call.kept = (given == 0) if reverse_pred else (given != 0)
+    put(dst, src.load() if src.__class__ is NkiTensor else _filled(dst, src), where=call.kept)
 
 
 _IDLE = reduce_cmd.idle

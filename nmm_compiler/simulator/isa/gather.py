@@ -70,7 +70,7 @@ def iota(
     values = affine_values(call, dst, pattern, offset, channel_multiplier)
     yield {}
     wrapped = (values & 0xFFFFFFFF).astype(np.uint32).view(np.int32)
-    put(dst, wrapped.astype(F32) if dst.dtype.kind == "float" else wrapped)
+    put(dst, wrapped)
 
 
 @instruction(
@@ -172,9 +172,8 @@ def select_reduce(
 ) -> None:
     """dst = on_true where predicate, else on_false (number or [P, 1]), with an optional max."""
     partitions = dst.shape[0]
-    chosen = predicate.load(f"predicate of {call.name}").reshape(partitions, -1) != 0
-    if reverse_pred:
-        chosen = ~chosen
+    given = predicate.load(f"predicate of {call.name}").reshape(partitions, -1)
+    chosen = (given == 0) if reverse_pred else (given != 0)
     if on_false.__class__ is not NkiTensor:
         call.kept = chosen
     values = rows_of(on_true)

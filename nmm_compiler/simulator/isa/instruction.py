@@ -43,7 +43,7 @@ from nmm_compiler.simulator.isa.operands import (
     member,
     require_present,
 )
-from nmm_compiler.simulator.isa.operators import YOUNG_ALU_OPERATORS, Takes
+from nmm_compiler.simulator.isa.operators import Takes
 from nmm_compiler.simulator.isa.poison import Flow, spread
 from nmm_compiler.simulator.machine import CURRENT, Machine, current
 from nmm_compiler.simulator.tensors.registers import VirtualRegister
@@ -285,10 +285,7 @@ class Row:
             if arguments[role].__class__ is not members:
                 arguments[role] = member(call, role, arguments[role], members)
         for role, takes in self.operators.items():
-            found = takes.resolve(call, role, arguments[role], self.defaults[role])
-            arguments[role] = found
-            if takes.part == "alu" and found is not None and found.name in YOUNG_ALU_OPERATORS:
-                require_present(call, "nl.abs_max, nl.abs_min, nl.square, nl.relu on the ALU")
+            arguments[role] = takes.resolve(call, role, arguments[role], self.defaults[role])
         for role, allowed in self.integers.items():
             arguments[role] = call.integer(role, arguments[role], allowed)
         if arguments.get("priority") is not None:  # the class of service of a DMA

@@ -251,11 +251,10 @@ def check_hazard(call: Call, dst: NkiTensor, src: NkiTensor, streams: bool) -> N
 
 def collide(machine: Machine, dst: NkiTensor, other: NkiTensor, in_order: bool) -> bool:
     """Return whether two views share an element; in_order: one that dst takes too early."""
-    if dst.storage is not other.storage:
-        return False
     a, b = dst.access(), other.access()
     if (
-        a.byte_stop <= b.byte_start
+        dst.storage is not other.storage
+        or a.byte_stop <= b.byte_start
         or b.byte_stop <= a.byte_start
         or a.partition_stop <= b.partition_start
         or b.partition_stop <= a.partition_start

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from nmm_compiler.errors import UnsupportedInstructionError, closest
-from nmm_compiler.simulator.isa.operands import Call
+from nmm_compiler.simulator.isa.operands import Call, require_present
 
 _F = np.float32
 
@@ -129,10 +129,6 @@ def _rsqrt(x: Any) -> Any:
     return 1.0 / np.sqrt(x)
 
 
-def _reciprocal(x: Any) -> Any:
-    return _F(1.0) / x
-
-
 def _logical_shift(x: Any, y: Any, move: Callable[..., Any]) -> Any:
     """Shift bits: zeros come in, whatever the sign; all of them for as many bits as there are."""
     x = np.asarray(x)
@@ -175,7 +171,7 @@ _LIST = [
         ("abs", np.abs), ("square", np.square), ("relu", lambda x: np.maximum(x, _F(0))),
     )),
     Op("rsqrt", "unary", _rsqrt, _rsqrt, valid=(2.0**-87, 2.0**97)),
-    Op("reciprocal", "unary", _reciprocal, _reciprocal, valid=(2.0**-42, 2.0**42)),
+    Op("reciprocal", "unary", np.reciprocal, np.reciprocal, valid=(2.0**-42, 2.0**42)),
     Op("log", activation=np.log, valid=(2.0**-64, 2.0**64)),
     Op("sin", activation=_sin, valid=(-math.pi, math.pi)),
     Op("arctan", activation=_wide(np.arctan), valid=(-math.pi / 2, math.pi / 2)),
@@ -188,8 +184,8 @@ _LIST = [
         "softplus": _softplus, "mish": _mish, "erf": erf, "erf_dx": _erf_dx,
     }.items()),
 ]  # fmt: skip
-YOUNG_ALU_OPERATORS = ("abs_max", "abs_min", "square", "relu")
-"""Those that the ALU has since trn3."""
+_YOUNG = ("abs_max", "abs_min", "square", "relu")
+"""Operators that the ALU has since trn3."""
 BY_NAME: dict[str, Op] = {op.name: op for op in _LIST}
 _NUMPY_NAMES = {"absolute": "abs", "true_divide": "divide", "max": "maximum", "min": "minimum"}
 
@@ -231,6 +227,8 @@ class Takes:
             problem = f"not for {role}; {_KINDS[self.kinds]}"
         says = f"nl.{found.name} is {problem}"
         call.need(not problem, says, UnsupportedInstructionError)
+        if self.part == "alu" and found.name in _YOUNG:
+            require_present(call, "nl.abs_max, nl.abs_min, nl.square, nl.relu on the ALU")
         return found
 
 

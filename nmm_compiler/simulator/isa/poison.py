@@ -56,7 +56,7 @@ def onwards(mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
 
 
 def to_columns(mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
-    """A column of moving to the same column of the product."""
+    """A column of moving to the same column of the product, or all partitions to one."""
     flat = mask.reshape(-1, dst.free_size).any(axis=0)
     return np.broadcast_to(flat, (dst.shape[0], dst.free_size)).reshape(dst.shape)
 
@@ -71,11 +71,6 @@ PRODUCT: dict[str, Flow] = {
     "stationary": to_rows, "stationary_scale": to_rows,
     "moving": to_columns, "moving_scale": to_columns,
 }  # fmt: skip
-
-
-def across(mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
-    """Any partition to the one of the result."""
-    return mask.reshape(len(mask), -1).any(axis=0).reshape(dst.shape)
 
 
 def everywhere(mask: np.ndarray, dst: NkiTensor) -> np.ndarray:

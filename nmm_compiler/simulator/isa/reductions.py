@@ -100,7 +100,7 @@ def tensor_reduce(
     operands="data[P F] -> dst[1 F]",
     memory=SBUF,
     operators={"op": Takes("reduce", _ACROSS_PARTITIONS)},
-    flows={"dst": poison.across},
+    flows={"dst": poison.to_columns},
     # GpSimd walks its 16 partitions one after another, then combines 8 cores
     cycles=cycles.linear(16.0, fixed="gpsimd_fixed_cycles"),
 )
