@@ -20,12 +20,16 @@ class MetaModel:
     """A model on the meta device, and which layers its traced layers stand for.
 
     layers: {"model.layers.0": ("model.layers.0", "model.layers.1", ...)}: a traced layer, by its
-    name in the shortened model, and the layers of the whole model that it stands for.
+    name in the shortened model, and the layers of the whole model that it stands for. parameters:
+    of the whole model, and experts_on: how many cores have other experts, once it is prepared for a
+    prediction.
     """
 
     module: nn.Module
     name: str
     layers: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    parameters: int = 0
+    experts_on: int = 1
 
     def originals(self, path: str) -> tuple[str, ...]:
         """Return the paths of the whole model that a traced path stands for."""

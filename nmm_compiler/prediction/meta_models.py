@@ -26,7 +26,6 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -48,8 +47,8 @@ from nmm_compiler.lowrank_models.modules import LowRankLinear, QuantizedLinear
 from nmm_compiler.lowrank_models.tensor_parallel import linear_roles
 from nmm_compiler.ops import registration as _registered  # noqa: F401  (defines torch.ops.nmm)
 from nmm_compiler.outputs import read_json
-from nmm_compiler.prediction.walk import Pass
 
+_MADE = (nn.Module, MetaModel)
 PUBLIC_MODELS = read_json(Path(__file__).with_name("public_models.json"))
 """The configs of public models that ship with the package, by name."""
 
@@ -64,14 +63,14 @@ def meta_model(model_or_config: Any, dtype: torch.dtype) -> MetaModel:
     given = as_given(model_or_config)
     if isinstance(given, nn.Module):
         return MetaModel(without_data(given), type(given).__name__)
-    saved = saved_layers(given)
+    dense, saved = dense_and_saved(given)
     transformers = require_transformers("a model without its code")
     auto = transformers.models.auto.modeling_auto
     named = " ".join(given.get("architectures") or ())
     generates = "CausalLM" in named or "LMHead" in named
     with torch.device("meta"):
         try:
-            config = transformers.AutoConfig.for_model(**dense_config(given))
+            config = transformers.AutoConfig.for_model(**dense)
             if not named:
                 encoder = type(config) in auto.MODEL_FOR_MASKED_LM_MAPPING
                 generates = type(config) in auto.MODEL_FOR_CAUSAL_LM_MAPPING and not encoder
@@ -85,27 +84,22 @@ def meta_model(model_or_config: Any, dtype: torch.dtype) -> MetaModel:
     return MetaModel(module.eval(), str(given["name_or_path"] or given["model_type"]))
 
 
-def saved_layers(given: Any) -> hf_layers.Saved | None:
-    """Return what the fields of a saved low-rank model say of its layers, None for any other.
+def dense_and_saved(given: Any) -> tuple[Any, hf_layers.Saved | None]:
+    """Return the fields of the dense model that a saved low-rank one was made from, and what the
+    saved one says of its layers; anything else as it is, and None.
 
     Raises ModelError for a config of another quantization, FileError for a damaged one.
     """
     saved = None if isinstance(given, _MADE) else given.get("quantization_config")
     if saved is None:
-        return None
+        return given, None
     if saved.get("quant_method") != hf_layers.METHOD:
         raise ModelError(
             f"the config is of a model quantized by {saved.get('quant_method')}; pass the config "
             "of the model that it was made from, and weights= for the format"
         )
-    return hf_layers.read_layers(saved)
-
-
-def dense_config(given: Any) -> Any:
-    """Return fields without the ranks of a saved low-rank model; what is made as it is."""
-    if isinstance(given, _MADE):
-        return given
-    return {name: value for name, value in given.items() if name != "quantization_config"}
+    dense = {name: value for name, value in given.items() if name != "quantization_config"}
+    return dense, hf_layers.read_layers(saved)
 
 
 def as_given(given: Any) -> Any:
@@ -138,32 +132,7 @@ def as_given(given: Any) -> Any:
     return config.to_dict() | own
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """One core's share of a model, ready to be traced.
-
-    shared: how many cores have other experts.
-    """
-
-    model: MetaModel
-    parameters: int
-    shared: int
-
-    def passes(self, setting: Mapping[str, int], inputs: Any = None) -> list[Pass]:
-        """Return the passes of a setting: prefill and decode, or one pass."""
-        if inputs is not None:
-            return [Pass(self.model, "pass", setting["batch"], setting["prompt"], inputs)]
-        kind = type(self.model.module).__name__
-        generates = "CausalLM" in kind or "LMHead" in kind
-        sizes = {"prefill": "prompt", "decode": "context"} if generates else {"pass": "prompt"}
-        batch = setting["batch"]
-        return [Pass(self.model, name, batch, setting[size]) for name, size in sizes.items()]
-
-
-_MADE = (nn.Module, Prepared)
-
-
-def prepare(given: Any, low: Mapping[str, Any] | None, dtype: str, tp: int) -> Prepared:
+def prepare(given: Any, low: Mapping[str, Any] | None, dtype: str, tp: int) -> MetaModel:
     """Return one core's share of one of each kind of layer; low: what `compress` is given.
 
     Raises ModelError for weights that are not traced, and for those that `shard` does not cut.
@@ -180,13 +149,13 @@ def prepare(given: Any, low: Mapping[str, Any] | None, dtype: str, tp: int) -> P
     if low is not None:
         compress(model.module, **low, allow_slower=True)
         model.module.requires_grad_(False)
-    parameters = count_parameters(model.module)
-    shared = experts_as_calls(model, tp)
+    model.parameters = count_parameters(model.module)
+    experts_as_calls(model, tp)
     shorten(model)
     if tp > 1:
         shard(model, tp)
         sum_shared_once(model)
-    return Prepared(model, parameters, shared)
+    return model
 
 
 # -- one core of a group ---------------------------------------------------------------------
@@ -327,14 +296,13 @@ class _Repeated(CompressedExperts):
         return torch.cat([y, x[tokens:]])
 
 
-def experts_as_calls(model: MetaModel, tp: int) -> int:
+def experts_as_calls(model: MetaModel, tp: int) -> None:
     """Make the experts of a model calls of `nmm.experts`, of what one of `tp` cores has of them.
 
-    Returns how many cores have other experts. Raises ModelError for experts that no kernel
-    computes, and for those that the cores cannot share.
+    Raises ModelError for experts that no kernel computes, and for those that the cores cannot
+    share.
     """
     config: Any = getattr(model.module, "config", None)
-    shared = 1
     for name, module in model.module.named_modules():
         given: Any = module
         if type(module).__name__ == "Llama4TextExperts":
@@ -353,9 +321,8 @@ def experts_as_calls(model: MetaModel, tp: int) -> int:
                 "not: no kernel computes them in one call; include both, or leave both out"
             )
         if tp > 1:
-            shared = max(shared, _cut_experts(module, held, tp))
+            model.experts_on = max(model.experts_on, _cut_experts(module, held, tp))
             setattr(module, HOOK, module.register_forward_hook(summed))
-    return shared
 
 
 def _cut_experts(layer: nn.Module, held: dict[str, nn.Parameter], tp: int) -> int:

@@ -26,6 +26,7 @@ from nmm_compiler.options import DTYPES, LADDER, Options
 from nmm_compiler.passes.graph.capture import all_graphs, collect_values
 from nmm_compiler.passes.pipeline import rewrite
 from nmm_compiler.prediction.meta_models import MetaModel, as_given, prepare
+from nmm_compiler.prediction.walk import passes_of
 from nmm_compiler.prices.ways import ways
 
 
@@ -52,14 +53,13 @@ def model_kernels(
     settings = [(ratio, tp) for ratio in ratios for tp in tps]
     found: dict[tuple[KernelSpec, str], None] = {}
     for i, (ratio, tp) in enumerate(settings):
-        prepared = prepare(given, None if ratio is None else {"ratio": ratio}, dtype, 1)
-        model = prepared.model
+        model = prepare(given, None if ratio is None else {"ratio": ratio}, dtype, 1)
         for j, m in enumerate(counts):
             if progress is not None:
                 said = f"{model.name}, ratio {ratio or 0:g}, tp {tp}, {m:,} tokens"
                 progress(said, i * len(counts) + j, len(settings) * len(counts))
             if tp == 1:
-                first, *_ = prepared.passes({"batch": 1, "prompt": m, "context": m})
+                first, *_ = passes_of(model, {"batch": 1, "prompt": m, "context": m})
                 found |= dict.fromkeys(_launched(model.module, (), first.inputs(), targets))
             else:
                 found |= dict.fromkeys(_shares(model, m, tp, targets))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,17 +25,15 @@ from nmm_compiler.lowrank_models.select import Patterns
 from nmm_compiler.options import DTYPES
 from nmm_compiler.prediction.forms import BF16, read_form
 from nmm_compiler.prediction.meta_models import (
-    Prepared,
     as_given,
-    dense_config,
+    dense_and_saved,
     prepare,
-    saved_layers,
 )
 from nmm_compiler.prediction.model import Line, Memory, ModelPrediction, Phase
-from nmm_compiler.prediction.prices import Machine, check_routing, fastest, routed
+from nmm_compiler.prediction.prices import Machine, check_routing, fastest
 from nmm_compiler.prediction.stacks import stack_named
-from nmm_compiler.prediction.walk import Piece, cache_bytes, walk_pass
-from nmm_compiler.prices.kernel import PRICES
+from nmm_compiler.prediction.walk import Piece, cache_bytes, passes_of, walk_pass
+from nmm_compiler.prices.kernel import LAUNCH_GAP_US, PRICES
 
 
 def predict(
@@ -111,8 +110,8 @@ def predict(
         wanted = f"at most {most} physical core{'s' * (most > 1)} for a logical one of {chip.name}"
         raise OptionTypeError("lnc", lnc, wanted)
     if dtype is None:  # a module's own, bfloat16 for what has none yet
-        prepared = isinstance(model_or_config, Prepared)
-        own = model_or_config.model.module if prepared else model_or_config
+        made = isinstance(model_or_config, MetaModel)
+        own = model_or_config.module if made else model_or_config
         parameters = own.parameters() if isinstance(own, nn.Module) else ()
         first = next((p.dtype for p in parameters if p.is_floating_point()), torch.bfloat16)
         dtype = str(first).removeprefix("torch.")
@@ -126,30 +125,30 @@ def predict(
     if not low_rank and (include is not None or exclude is not None):
         raise OptionTypeError("include", include or exclude, "it with a ratio or a rank")
     given = as_given(model_or_config)
-    original = dense_config(given) if dense is None else as_given(dense)
-    machine = Machine(chip, lnc, tp, form, price, stack_named(stack))
-    setting = {"prompt": prompt, "context": context, "batch": batch}
+    original, saved = dense_and_saved(given)
+    if dense is not None:
+        original = as_given(dense)
     counts = check_routing(routing or (), routing)
-    made = functools.partial(
-        _prediction, machine, target, dtype, setting, inputs, counts, norms, last
-    )
-    before = made(original)
-    if not low_rank and dense is None and saved_layers(given) is None:
+    machine = Machine(chip, lnc, tp, form, price, stack_named(stack), counts)
+    setting = {"prompt": prompt, "context": context, "batch": batch}
+    predicted = functools.partial(_prediction, machine, target, dtype, setting, inputs, norms, last)
+    before = predicted(original)
+    if not low_rank and dense is None and saved is None:
         return before
     each = dict(rank) if isinstance(rank, Mapping) else rank
     low = {"ratio": ratio, "rank": each, "include": include, "exclude": exclude}
-    return made(given, low if low_rank else None, before)
+    return predicted(given, low if low_rank else None, before)
 
 
 @functools.lru_cache(maxsize=64)  # models of a plan, by their ratios and the cores that share them
-def _kept(wanted: str) -> Prepared:
+def _kept(wanted: str) -> MetaModel:
     """Return what `prepare` makes of arguments in JSON: a plan asks for each many times."""
     return prepare(*json.loads(wanted))
 
 
 def _prediction(
     machine: Machine, named: str, dtype: str, setting: dict[str, int], inputs: Any,
-    routing: tuple[float, ...], norms: bool, last: bool, given: Any,
+    norms: bool, last: bool, given: Any,
     low: dict[str, Any] | None = None, dense: ModelPrediction | None = None,
 ) -> ModelPrediction:  # fmt: skip
     """Return the prediction of a model as it is, or as `compress` would make it.
@@ -157,16 +156,16 @@ def _prediction(
     named: the target, as given.
     """
     wanted = given, low, dtype, machine.tp
-    if isinstance(given, Prepared):
-        prepared = given
+    if isinstance(given, MetaModel):
+        model = given
     elif isinstance(given, nn.Module) or inputs is not None:
-        prepared = prepare(*wanted)
+        model = prepare(*wanted)
     else:
-        prepared = _kept(json.dumps(wanted, default=list))
-    model = prepared.model
+        model = _kept(json.dumps(wanted, default=list))
+    machine = replace(machine, experts_on=model.experts_on)
     output = getattr(model.module, "get_output_embeddings", lambda: None)()
     head = next((name for name, one in model.module.named_modules() if one is output), "")
-    asked = prepared.passes(setting, inputs)
+    asked = passes_of(model, setting, inputs)
     layers = sum(map(len, model.layers.values()))
     inside = norms and machine.stack.kernels == "ours"
     # three tensors of the widest linear; a head that generates computes one token of each sequence
@@ -179,7 +178,6 @@ def _prediction(
     phases = []
     for one in asked[-1:] if last else asked:
         pieces = walk_pass(one, machine.target, named, machine.lnc, inside)
-        pieces = routed(pieces, routing, prepared.shared)
         phases.append(_phase(one.name, pieces, machine, layers, head))
     return ModelPrediction(
         name=model.name,
@@ -191,7 +189,7 @@ def _prediction(
         lnc=machine.lnc,
         ratio=None if low is None else low["ratio"],
         ranks=tuple(sorted({*layers_of(model.module)["ranks"].values()} - {0})),
-        parameters=prepared.parameters,
+        parameters=model.parameters,
         phases=tuple(phases),
         memory=Memory(
             weight_bytes=_weight_bytes(model, machine, head),
@@ -241,7 +239,7 @@ def _phase(name: str, pieces: Sequence[Piece], machine: Machine, layers: int, he
     stack = machine.stack
     lines += [
         Line(
-            module="(program)", kind="gaps", calls=launches, each_us=stack.launch_gap_us,
+            module="(program)", kind="gaps", calls=launches, each_us=LAUNCH_GAP_US,
             source="fitted", what="from one kernel or region to the next",
         ),
         Line(

@@ -67,9 +67,9 @@ CACHE_RATE_SHARE = 0.23
 class Machine:
     """The hardware: a target, physical cores per logical one, logical cores that share the model.
 
-    stack: what runs the programs there.
     lnc: 1 is how our kernels run. form: of the weights. price: of a kernel, one of
-    `prices.kernel.PRICES`.
+    `prices.kernel.PRICES`. stack: what runs the programs there. routing: how often each expert of a
+    layer was chosen, empty for equally often; experts_on: how many cores have other experts.
     """
 
     target: Target
@@ -78,6 +78,8 @@ class Machine:
     form: Form = BF16
     price: str = "simulated"
     stack: Stack = STACKS["own"]
+    routing: tuple[float, ...] = ()
+    experts_on: int = 1
 
     @property
     def of_head(self) -> Machine:
@@ -133,7 +135,7 @@ def kernel_price(spec: KernelSpec, machine: Machine) -> Line:
     A sum over cores that no target computes inside of a kernel takes infinitely long, and so does a
     norm or a residual in one that takes none.
     """
-    stored = in_form(spec, machine.form, machine.target)
+    stored = in_form(as_chosen(spec, machine), machine.form, machine.target)
     bytes_us = 1e6 * stored.minimal_hbm_bytes() / machine.bytes_per_second
     floor = max(bytes_us, stored.roofline_us(machine.target) * stored.lnc / machine.lnc)
     how, summed = stored.short(), stored.exchanged_bytes()
@@ -236,34 +238,24 @@ def _corrected(row: Row, form: Form) -> CorrectedSpec:
 # -- experts that tokens choose -----------------------------------------------------------------
 
 
-def routed(pieces: list[Piece], routing: tuple[float, ...], shared: int) -> list[Piece]:
-    """Return the pieces, calls of experts with the distinct ones that the counts let expect.
+def as_chosen(spec: Any, machine: Machine) -> Any:
+    """Return a call, of experts with the distinct ones that the counts let expect.
 
-    Without counts all experts of the model are equally likely, those of other cores too. shared:
-    how many cores have other experts.
+    Without counts all experts of the model are equally likely, those of other cores too.
     """
-    if not routing and shared == 1:
-        return pieces
-
-    def as_counted(spec: Any) -> Any:
-        if not isinstance(spec, ExpertsSpec):
-            return spec
-        groups = spec.groups * shared
-        counts = routing or (1.0,) * groups
-        if len(counts) != groups:
-            raise ModelError(
-                f"routing has {len(counts)} counts, and a layer has {groups} experts; pass one "
-                "count for each"
-            )
-        whole = sum(counts)
-        shares = (min(1.0, spec.top_k * count / whole) for count in counts)
-        distinct = sum(1 - (1 - share) ** spec.m for share in shares)
-        return replace(spec, distinct=distinct / shared)
-
-    return [
-        replace(piece, ways=tuple(tuple(map(as_counted, row)) for row in piece.ways))
-        for piece in pieces
-    ]
+    if not isinstance(spec, ExpertsSpec) or not (machine.routing or machine.experts_on > 1):
+        return spec
+    groups = spec.groups * machine.experts_on
+    counts = machine.routing or (1.0,) * groups
+    if len(counts) != groups:
+        raise ModelError(
+            f"routing has {len(counts)} counts, and a layer has {groups} experts; pass one "
+            "count for each"
+        )
+    whole = sum(counts)
+    shares = (min(1.0, spec.top_k * count / whole) for count in counts)
+    distinct = sum(1 - (1 - share) ** spec.m for share in shares)
+    return replace(spec, distinct=distinct / machine.experts_on)
 
 
 def read_routing(path: Path) -> tuple[float, ...]:

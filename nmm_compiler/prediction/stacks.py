@@ -11,7 +11,6 @@ import re
 from dataclasses import dataclass
 
 from nmm_compiler.kernels.base import check_name
-from nmm_compiler.prices.kernel import LAUNCH_GAP_US
 from nmm_compiler.records import Record
 
 # One call from the host, with its result read back: published for trn2; about 94 us on trn1.
@@ -20,7 +19,7 @@ HOST_CALL_US = 133.0
 
 @dataclass(frozen=True, kw_only=True)
 class Stack(Record):
-    """A stack: gap between two launches in a program, host time a token, gap between programs.
+    """A stack: host time a token, gap between programs. Launches have the same gap in all.
 
     kernels: what multiplies in it. host_from: where the host's time comes from, one of the sources
     of `prices`. program_gap_us: the wait between two programs of a stack that runs one for each
@@ -33,7 +32,6 @@ class Stack(Record):
     name: str
     source: str
     kernels: str = "ours"
-    launch_gap_us: float = LAUNCH_GAP_US
     host_us: float = HOST_CALL_US
     host_from: str = "published law"
     program_gap_us: float = 0.0

@@ -16,7 +16,7 @@ import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,6 +119,16 @@ class Pass:
         before: Any = example_inputs(module, max(1, self.tokens - 1), self.batch)
         with torch.no_grad():
             return module(**before, use_cache=True, logits_to_keep=1).past_key_values
+
+
+def passes_of(model: MetaModel, setting: Mapping[str, int], inputs: Any = None) -> list[Pass]:
+    """Return the passes of a setting: prefill and decode, or one pass."""
+    batch, kind = setting["batch"], type(model.module).__name__
+    if inputs is not None:
+        return [Pass(model, "pass", batch, setting["prompt"], inputs)]
+    generates = "CausalLM" in kind or "LMHead" in kind
+    sizes = {"prefill": "prompt", "decode": "context"} if generates else {"pass": "prompt"}
+    return [Pass(model, name, batch, setting[size]) for name, size in sizes.items()]
 
 
 @functools.lru_cache(maxsize=256)
