@@ -20,7 +20,6 @@ from nmm_compiler.report.shown import Shown
 from nmm_compiler.report.text import counted
 from nmm_compiler.simulator.timing import causes
 from nmm_compiler.simulator.timing.advice import Advice, advice_table, advise
-from nmm_compiler.simulator.timing.causes import Step, critical_path
 from nmm_compiler.simulator.timing.chrome_trace import write_trace as write_trace
 from nmm_compiler.simulator.timing.costs import US, tensor_dtype
 from nmm_compiler.simulator.timing.evidence import ErrorBand, bands, kernel_class, unmodelled
@@ -135,9 +134,9 @@ class Profile(Shown, Record):
         first."""
         return causes.shares(self.timeline, lines=False)
 
-    def critical_path(self) -> tuple[Step, ...]:
+    def critical_path(self) -> tuple[causes.Step, ...]:
         """Return the chain of steps, without gaps, that the latency consists of."""
-        return tuple(critical_path(self.timeline))
+        return tuple(causes.critical_path(self.timeline))
 
     def waits(self) -> dict[str, dict[str, float]]:
         """Return {engine: {cause: microseconds}} of the time in which an engine stood idle."""

@@ -12,9 +12,6 @@ from nmm_compiler.simulator.timing.costs import ENGINES, US, Work
 from nmm_compiler.simulator.trace import Trace
 from nmm_compiler.targets import Target
 
-Spans = list[tuple[float, float]]
-"""(start, end) of each."""
-
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Booking:
@@ -94,7 +91,7 @@ class Timeline:
 
         "dma": the time in which at least one DMA engine moved data.
         """
-        spans: dict[str, Spans] = {name: [] for name in ENGINES}
+        spans: dict[str, list[tuple[float, float]]] = {name: [] for name in ENGINES}
         last_us = (self.target.dma_engines - 1) * stagger_us(self.target)
         for held in self.held("engine"):
             spans[str(held.row)] += [(held.start, self.end[held.index])]
@@ -114,8 +111,8 @@ class Timeline:
         )
 
 
-def _covered(spans: Spans) -> float:
-    """Return the length of the union of intervals."""
+def _covered(spans: list[tuple[float, float]]) -> float:
+    """Return the length of the union of intervals, each (start, end)."""
     total, seen = 0.0, 0.0
     for begin, stop in sorted(spans):
         if stop > seen:
