@@ -24,13 +24,12 @@ from ..pieces.chosen_groups import (
     listed_in_turn,
     read_picks,
     turns_of,
-    within,
 )
 from ..pieces.expand import store_turned
 from ..pieces.group_mlp import run_groups, strips_of
 from ..pieces.groups import check_index
 from ..pieces.narrow_groups import add_narrow_groups
-from ..pieces.new_tiles import filled, loaded
+from ..pieces.new_tiles import combined, filled, loaded
 from ..pieces.records import Block, Result
 from ..pieces.token_blocks import sort_tokens, sum_rows_of_picks, tokens_of_turn
 from ..pieces.two_cores import add_other_half, own
@@ -71,7 +70,9 @@ def compute_blocks(out, x, index, gates, operands, core, spec):
     last = first + spec.at_once * spec.tokens
 
     def body(i):
-        some = within(listed_in_turn(groups, i, core, spec), spec.groups)
+        listed = listed_in_turn(groups, i, core, spec)
+        # behind the last block, the last group of all
+        some = combined(listed, nl.minimum, spec.groups - 1, nl.int32)
         chosen = tokens_of_turn(tokens, i, core, spec)
         own_rows = turns.select(0, i)[first:last, 0 : spec.k]
         run_groups(own_rows, [x, chosen], [some, None], None, operands, 0, spec.tokens, spec)

@@ -83,17 +83,12 @@ def listed_in_turn(listed, i, core, spec):
     return mine
 
 
-def within(mine, count):
-    """Return the groups that are listed; behind the last one, the last of all."""
-    return combined(mine, nl.minimum, count - 1, nl.int32)
-
-
 def groups_of_turn(listed, i, core, spec):
     """Return the groups of this core in turn i of the loop."""
     at_once = spec.at_once
     mine = listed_in_turn(listed, i, core, spec)
-    # first: loads of weights wait for it
-    one = within(mine, spec.groups)
+    # first: loads of weights wait for it; behind the last group that is listed, the last of all
+    one = combined(mine, nl.minimum, spec.groups - 1, nl.int32)
     row = copied(mine, nl.float32)
     ones = filled((1, 128), nl.float32, 1.0)
     spread = nl.ndarray((128, at_once), dtype=nl.float32, buffer=nl.psum)
