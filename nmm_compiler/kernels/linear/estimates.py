@@ -108,14 +108,12 @@ class Estimates:
         """Return sums times the scales of the fp8 numbers that they are of."""
         if self.layer.format_of(weight) != FP8:
             return made
-        if weight.format:  # a branch, of which one scale a rank multiplies x u
-            pairs = {pair.u.name: (place, pair) for place, pair in enumerate(self.layer.pairs)}
-            if weight.name not in pairs:
-                return made
-            place, pair = pairs[weight.name]
-            scales = [self.operands["branch_scale"][place, : pair.r]]
-        else:
-            scales = [self.operands[weight.scale]]
+        scales = [] if weight.format else [self.operands[weight.scale]]
+        for pair in self.layer.pairs:
+            if weight.format and pair.u.name == weight.name:  # of a branch, one a rank
+                scales.append(self.operands["branch_scale"][pair.place, : pair.r])
+        if not scales:  # those of v are in the scales of x u
+            return made
         scales += [self.operands["x_scale"]] if of_x and self.layer.fp8_x else []
         factor = np.prod(np.broadcast_arrays(*scales), axis=0)
         return made.in_fp32(made.value * factor, made.error * np.abs(factor), _SCALE_ROUNDINGS)

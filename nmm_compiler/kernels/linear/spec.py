@@ -285,15 +285,12 @@ class LinearSpec(KernelSpec):
         layer = whole.layer
         layouts = {"x": layer.x_layout, "residual": whole.result_layouts()[0]}
         layouts |= {weight.name: whole.layout_of(weight.name) for weight in layer.weights()}
-        named = {}
-        for tensor, array in zip(whole.inputs(), arrays, strict=True):
-            wide = np.asarray(array, dtype=np.float64)
-            named[tensor.name] = wide.T if layouts.get(tensor.name) == "col" else wide
-        raw = dict(zip((tensor.name for tensor in whole.inputs()), arrays, strict=True))
+        raw = {tensor.name: array for tensor, array in zip(whole.inputs(), arrays, strict=True)}
+        raw |= {one.name: from_nki(raw[one.name], raw[one.scale], one.mx)
+                for one in layer.weights() if one.mx}  # fmt: skip
+        named = {name: np.asarray(array, dtype=np.float64) for name, array in raw.items()}
         named |= {
-            one.name: from_nki(raw[one.name], raw[one.scale], one.mx).astype(np.float64)
-            for one in layer.weights()
-            if one.mx
+            name: named[name].T for name in layouts if layouts[name] == "col" and name in named
         }
         for one in layer.weights():
             if one.layout in RUNS:
@@ -306,10 +303,10 @@ class LinearSpec(KernelSpec):
         A function between two factors leaves no dense product: the two stand for it. A product of
         two results is left out of both, which favours them.
         """
-        separate: list[KernelSpec] = []
+        separate: dict[str, KernelSpec] = {}  # of each weight; linears may share one
         dense: list[KernelSpec] = []
         between = "row" if self.m == 1 else "col"  # one token lies alike by rows and by columns
-        layer, seen = self.layer, set[str]()
+        layer = self.layer
         for linear in layer.layers:
             pair, weight, behind = linear.low_rank, linear.weight, linear is layer.down
             k = layer.linears[0].n if behind else self.k
@@ -318,24 +315,20 @@ class LinearSpec(KernelSpec):
                 "out_layout": between if layer.down.n and not behind else linear.layout,
                 "activation": linear.activation, "bias": bool(linear.bias),
             }  # fmt: skip
-            if pair.r and pair.u.name not in seen:
-                seen.add(pair.u.name)
-                separate.append(
-                    self._product(
-                        k, pair.r, pair.u, x_layout=ends["x_layout"], out_layout="col",
-                        bias=bool(pair.bias), activation=pair.activation,
-                    )
-                )  # fmt: skip
             if pair.r:
+                separate[pair.u.name] = self._product(
+                    k, pair.r, pair.u, x_layout=ends["x_layout"], out_layout="col",
+                    bias=bool(pair.bias), activation=pair.activation,
+                )  # fmt: skip
                 bare = {"activation": "identity", "bias": False} if weight.k else {}
                 last = ends | {"x_layout": "col"} | bare
-                separate.append(self._product(pair.r, linear.n, pair.v, **last))
-            separate += [self._product(k, linear.n, weight, **ends)] if weight.k else []
+                separate[pair.v.name] = self._product(pair.r, linear.n, pair.v, **last)
+            if weight.k:
+                separate[weight.name] = self._product(k, linear.n, weight, **ends)
             whole = dataclasses.replace(weight if weight.k else pair.u, name="")
             dense.append(self._product(k, linear.n, whole, **ends))
-        if any(pair.shaped for pair in layer.factors):
-            return tuple(separate), tuple(separate)
-        return tuple(separate), tuple(dense)
+        made = tuple(separate.values())
+        return made, made if any(pair.shaped for pair in layer.factors) else tuple(dense)
 
     def _product(self, k: int, n: int, weight: Weight, **ends: Any) -> LinearSpec:
         """Return a product alone, with a weight that has no name where it is all of a linear."""
