@@ -35,7 +35,7 @@ def attention(q, k, v, spec, schedule, **others):
         sets = groups // spec.at_once
     if spec.decode:
         rows = groups // sets * spec.columns
-        q_groups = q.reshape((sets, rows, 1, spec.d))
+        q_groups = q.reshape((sets, rows, spec.d))
         out_groups = part.reshape((sets, rows, spec.d))
     else:
         q_groups = q.reshape((groups, spec.group, spec.m, spec.d))

@@ -19,7 +19,7 @@ import nki.language as nl
 
 from .attention_loads import make_identity, rotate
 from .loads_and_stores import evict, move, turn_rows
-from .new_tiles import copied, filled, loaded
+from .new_tiles import copied, filled
 
 
 def decode_groups(outs, qs, k, v, rope, spec, schedule):
@@ -43,7 +43,7 @@ def decode_groups(outs, qs, k, v, rope, spec, schedule):
         for place in range(len(brought), min(t + 4 + at_a_time, len(steps))):
             step = steps[place]
             if not step[1] and step[2] == spec.first_key and step[0] % each == 0:
-                fetched.append(loaded(qs[step[0] // each]))
+                fetched.append(fetch_columns(qs[step[0] // each], spec))
             if step[0] % at_a_time > 0:
                 # the load of the group before has brought it
                 brought.append(brought[place - chunks])
@@ -168,6 +168,14 @@ def spread_angles(rope, heads, spec):
             own = rope[0:2, 0 : spec.m, 0:half].permute((1, 0, 2))
             nisa.dma_copy(dst=angles[spec.m * h : spec.m * (h + 1), 0:2, 0:half], src=own)
     return angles
+
+
+def fetch_columns(q, spec):
+    """Load the queries of a set as they lie, [columns, 1, d]."""
+    columns = q.shape[0]
+    natural = nl.ndarray((columns, 1, spec.d), dtype=q.dtype, buffer=nl.sbuf)
+    nisa.dma_copy(dst=natural[0:columns, 0, 0 : spec.d], src=q[0:columns, 0 : spec.d])
+    return natural
 
 
 def turn_columns(natural, angles, spec, schedule):

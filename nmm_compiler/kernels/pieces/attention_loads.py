@@ -7,7 +7,7 @@ import nki.isa as nisa
 import nki.language as nl
 
 from .loads_and_stores import load_rows, turn_rows
-from .new_tiles import filled, loaded
+from .new_tiles import filled
 from .records import Part
 
 
@@ -54,7 +54,8 @@ def load_keys(k, rope, spec):
         else:
             for r0 in range(c0, c0 + width, 128):
                 deep = min(128, spec.context - r0)
-                natural = loaded(k[r0 : r0 + deep, 0 : spec.d].reshape_dim(1, (1, spec.d)))
+                natural = nl.ndarray((128, 1, spec.d), dtype=k.dtype, buffer=nl.sbuf)
+                nisa.dma_copy(dst=natural[0:deep, 0, 0 : spec.d], src=k[r0 : r0 + deep, 0 : spec.d])
                 if spec.rope == "qk":
                     natural = rotate(natural, load_angles(rope, r0, deep, spec), deep, spec)
                 turn_rows(
@@ -77,7 +78,10 @@ def load_values(v, spec):
 def fetch_queries(q, q0, spec):
     """Load a tile of queries of all heads of a group as they lie."""
     rows = min(128, spec.m - q0)
-    return loaded(q[0 : spec.group, q0 : q0 + rows, 0 : spec.d].permute((1, 0, 2)))
+    natural = nl.ndarray((128, spec.group, spec.d), dtype=q.dtype, buffer=nl.sbuf)
+    block = q[0 : spec.group, q0 : q0 + rows, 0 : spec.d]
+    nisa.dma_copy(dst=natural[0:rows, 0 : spec.group, 0 : spec.d], src=block.permute((1, 0, 2)))
+    return natural
 
 
 def turn_queries(flat, rope, q0, spec):
@@ -97,7 +101,10 @@ def turn_queries(flat, rope, q0, spec):
 def load_angles(rope, first, rows, spec):
     """Return the angles of tokens `first` and on, [rows, 2, d / 2]."""
     half = spec.d // 2
-    return loaded(rope[0:2, first : first + rows, 0:half].permute((1, 0, 2)))
+    angles = nl.ndarray((128, 2, half), dtype=rope.dtype, buffer=nl.sbuf)
+    block = rope[0:2, first : first + rows, 0:half]
+    nisa.dma_copy(dst=angles[0:rows, 0:2, 0:half], src=block.permute((1, 0, 2)))
+    return angles
 
 
 def rotate(x, angles, rows, spec):

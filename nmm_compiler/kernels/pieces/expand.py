@@ -7,7 +7,7 @@ each linear. A linear is x w, p v, or both in the same sums.
 import nki.isa as nisa
 import nki.language as nl
 
-from .loads_and_stores import evict, load_rows, loaded_by, move, store_tiles
+from .loads_and_stores import evict, load_rows, move, store_tiles
 from .records import Block, Ends, Epilogue, Left, Panel, Part, Result, Term
 from .sums import load_panel, make_columns, make_rows
 from .two_cores import own
@@ -151,8 +151,9 @@ def store_one_turned(result: Result, y_sb, n0, at: Block):
         evict(rows_sb, turned, first // 128)
         left = n0 + 128 * first
         if result.has_residual:
+            more = nl.ndarray((count, 128), dtype=result.out.dtype, buffer=nl.sbuf)
             lies = result.residual[at.m0, left : left + 128 * count]
-            more = loaded_by(lies.reshape_dim(0, (count, 128)), result.own_queue)
+            move(more, lies.reshape_dim(0, (count, 128)), result.own_queue)
             nisa.tensor_tensor(dst=rows_sb, data1=rows_sb, data2=more, op=nl.add)
         place = result.out[at.m0 : at.m0 + 1, left : left + 128 * count]
         move(place.reshape_dim(1, (count, 128)), rows_sb, result.own_queue)
@@ -162,8 +163,9 @@ def store_rows_turned(result: Result, y_sb, n0, columns, core, cores, at: Block)
     """Store rows of y, turned 128 outputs at a time; a residual is added to them."""
     rows_sb = nl.ndarray((at.tokens, columns), dtype=result.out.dtype, buffer=nl.sbuf)
     if result.has_residual:
+        more = nl.ndarray((at.tokens, columns), dtype=result.out.dtype, buffer=nl.sbuf)
         lies = result.residual[at.m0 : at.m0 + at.tokens, n0 : n0 + columns]
-        more = loaded_by(lies, result.own_queue)
+        move(more, lies, result.own_queue)
     for n1 in range(0, columns, 512):
         width = min(512, columns - n1)
         turned = nl.ndarray((at.tokens, width), dtype=y_sb.dtype, buffer=nl.psum)

@@ -7,7 +7,7 @@ leave its tensor, which the DMA engine reports: nothing clamps it.
 import nki.isa as nisa
 import nki.language as nl
 
-from .loads_and_stores import loaded_by, turn_rows
+from .loads_and_stores import move, turn_rows
 from .new_tiles import combined, copied, filled, loaded, ramp
 from .records import Block, Epilogue, Left, Panel, Term
 from .sums import make_columns
@@ -55,8 +55,9 @@ def group_mask(index, gains, pair, at: Block, own_queue):
     """
     rank = pair.groups.rank
     tiles = (pair.u.n + 127) // 128
+    on_all = nl.ndarray((128, at.tokens), dtype=nl.int32, buffer=nl.sbuf)
     span = index[at.m0 : at.m0 + at.tokens].reshape((1, at.tokens))
-    on_all = loaded_by(span.broadcast(0, 128), own_queue)
+    move(on_all, span.broadcast(0, 128), own_queue)
     if pair.groups.slots > 0:
         begin = ramp((128, at.tokens), -rank, 0, 0)
     else:

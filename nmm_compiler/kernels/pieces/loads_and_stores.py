@@ -305,13 +305,6 @@ def move(dst, src, own_queue):
         nisa.dma_copy(dst=dst, src=src)
 
 
-def loaded_by(src, own_queue):
-    """Return a part of a tensor in HBM as it lies, moved to a new tile."""
-    tile = nl.ndarray(src.shape, dtype=src.dtype, buffer=nl.sbuf)
-    move(tile, src, own_queue)
-    return tile
-
-
 def store_tiles(dst, src, own_queue, row, rows, column, columns):
     """Store tiles of 128 rows of a matrix."""
     tiles = rows // 128

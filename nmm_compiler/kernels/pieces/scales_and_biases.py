@@ -9,7 +9,7 @@ a row of neighbours on each partition, "runs", or a row on every partition, [128
 import nki.isa as nisa
 import nki.language as nl
 
-from .loads_and_stores import evict, loaded_by
+from .loads_and_stores import evict, move
 from .new_tiles import filled
 
 
@@ -33,14 +33,17 @@ def load_numbers(vector, n, block, lies, own_queue):
     runs = nl.ndarray((128, n // 128), dtype=nl.float32, buffer=nl.sbuf)
     for n0 in range(0, n, block):
         tiles = min(block, n - n0) // 128
-        held = loaded_by(vector[n0 : n0 + 128 * tiles].reshape_dim(0, (128, tiles)), own_queue)
+        held = nl.ndarray((128, tiles), dtype=vector.dtype, buffer=nl.sbuf)
+        move(held, vector[n0 : n0 + 128 * tiles].reshape_dim(0, (128, tiles)), own_queue)
         nisa.tensor_copy(dst=runs[0:128, n0 // 128 : n0 // 128 + tiles], src=held)
     return runs
 
 
 def load_scale(scale, own_queue):
     """Load one number, [1], to every partition, [128, 1]."""
-    return loaded_by(scale.reshape((1, 1)).broadcast(0, 128), own_queue)
+    column = nl.ndarray((128, 1), dtype=nl.float32, buffer=nl.sbuf)
+    move(column, scale.reshape((1, 1)).broadcast(0, 128), own_queue)
+    return column
 
 
 def times(numbers, factor):
@@ -73,7 +76,9 @@ def turn_run(dst, run, step, first, lanes, own_queue):
     """Load a run of numbers in rows, long runs for a DMA; TensorE turns them bit for bit."""
     high = dst.shape[0]
     count = dst.shape[1] // lanes
-    rows = loaded_by(run[0 : count * high * step].reshape_dim(0, (count, high * step)), own_queue)
+    rows = nl.ndarray((count, high * step), dtype=run.dtype, buffer=nl.sbuf)
+    lies = run[0 : count * high * step].reshape_dim(0, (count, high * step))
+    move(rows, lies, own_queue)
     for j in range(lanes):
         turned = nl.ndarray((high, count), dtype=run.dtype, buffer=nl.psum)
         lane = rows[0:count, first + j : high * step : step]
@@ -83,7 +88,8 @@ def turn_run(dst, run, step, first, lanes, own_queue):
 
 def load_spread(vector, n, own_queue):
     """Load numbers, [n], and return them on every partition, [128, n]: ones times their row."""
-    row = loaded_by(vector[0:n].reshape_dim(0, (1, n)), own_queue)
+    row = nl.ndarray((1, n), dtype=vector.dtype, buffer=nl.sbuf)
+    move(row, vector[0:n].reshape_dim(0, (1, n)), own_queue)
     ones = filled((1, 128), row.dtype, 1.0)
     spread = nl.ndarray((128, n), dtype=row.dtype, buffer=nl.sbuf)
     for start in range(0, n, 512):

@@ -9,7 +9,6 @@ import nki.language as nl
 
 from .loads_and_stores import evict, finish_columns, finish_rows, load, move
 from .mx import add_mx_rows, add_parts, load_mx_chunk, move_scales
-from .new_tiles import loaded
 from .records import Block, Epilogue, Panel, Part, Patch, Result, Step, Term
 
 
@@ -247,7 +246,10 @@ def load_residual(result: Result, patch: Patch, a, at: Block):
     ms = 128 * (patch.top + a)
     mw = min(128, at.tokens - ms)
     first = patch.n0 + patch.left
-    return loaded(result.residual[at.m0 + ms : at.m0 + ms + mw, first : first + patch.width])
+    tile = nl.ndarray((mw, patch.width), dtype=result.out.dtype, buffer=nl.sbuf)
+    rows = result.residual[at.m0 + ms : at.m0 + ms + mw, first : first + patch.width]
+    nisa.dma_copy(dst=tile, src=rows)
+    return tile
 
 
 def sum_rows(sums, tiles, term: Term, patch: Patch, at: Block, begun):
