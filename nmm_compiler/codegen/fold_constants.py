@@ -31,9 +31,10 @@ from nmm_compiler.codegen.templates import NOTHING, Parameter, Template
 from nmm_compiler.codegen.trees import (
     Block,
     Editor,
+    Names,
     assigned,
-    assigned_names,
     bound,
+    bound_names,
     called,
     changed,
     name,
@@ -60,18 +61,16 @@ _UNSURE = Made({})
 """One of several records."""
 
 
-_RULES: dict[Callable[..., Value], dict[Any, Callable[..., Any]]] = {
-    of_whole: {
-        ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Lt: operator.lt,
-        ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge, "min": min, "max": max,
-    },
-    divided: {ast.Mod: operator.mod, ast.FloorDiv: operator.floordiv},
-    computed: {
-        ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Not: operator.not_,
-        ast.USub: operator.neg, "len": len,
-    },
+_RULES: dict[Any, tuple[Callable[..., Value], Callable[..., Any]]] = {
+    ast.Add: (of_whole, operator.add), ast.Sub: (of_whole, operator.sub),
+    ast.Mult: (of_whole, operator.mul), ast.Lt: (of_whole, operator.lt),
+    ast.LtE: (of_whole, operator.le), ast.Gt: (of_whole, operator.gt),
+    ast.GtE: (of_whole, operator.ge), "min": (of_whole, min), "max": (of_whole, max),
+    ast.Mod: (divided, operator.mod), ast.FloorDiv: (divided, operator.floordiv),
+    ast.Eq: (computed, operator.eq), ast.NotEq: (computed, operator.ne),
+    ast.Not: (computed, operator.not_), ast.USub: (computed, operator.neg), "len": (computed, len),
 }  # fmt: skip
-"""How the values of operands give that of a result -> operation -> the Python function."""
+"""Operation -> how the values of operands give that of a result, and the Python function."""
 
 
 def has_literal(value: Any) -> bool:
@@ -93,7 +92,9 @@ _NEUTRAL: dict[type, tuple[int, bool]] = {
 """Operator -> the right operand that changes nothing, and whether a left one of it does not."""
 
 
-_OPERATIONS = (ast.BinOp, ast.UnaryOp, ast.Compare, ast.BoolOp, ast.Subscript)
+_MAY_BE_KNOWN = (
+    ast.Name, ast.Attribute, ast.BinOp, ast.UnaryOp, ast.Compare, ast.BoolOp, ast.Subscript,
+)  # fmt: skip
 
 
 def _either(first: Any, second: Any) -> Any:
@@ -128,8 +129,6 @@ class Folder(Editor):
         """
         self.template, self.operands = template, operands
         self.environment: dict[str, Any] = {**environment}
-        self.inline = {one for one, value in environment.items() if values.constant(value)[0]}
-        self.given: dict[str, ast.expr] = {}
         self.sites: dict[ast.Call, Environment] = {}
         for one, kind in template.kinds.get(function, {}).items():
             if kind in template.records:
@@ -138,7 +137,7 @@ class Folder(Editor):
     def _parameter(self, names: Mapping[Parameter, str], kind: str, *path: str) -> ast.expr:
         """Return a parameter that is a record, or a field of one."""
         if kind not in self.template.records:
-            return self.visit_Name(name(names[path]))
+            return self.visit(name(names[path]))
         fields = self.template.records[kind].items()
         return Made({one: self._parameter(names, inner, *path, one) for one, inner in fields})
 
@@ -154,11 +153,23 @@ class Folder(Editor):
 
     def visit_FunctionDef(self, statement: ast.FunctionDef) -> ast.stmt:
         """Fold the body of a loop on the device: its parameters are not known."""
-        before = dict(self.environment)
-        self.environment |= dict.fromkeys(parameter_names(statement))
-        body = self.fold(statement.body)
-        self.environment = before
+        body, _ = self._apart(statement.body, dict.fromkeys(parameter_names(statement)))
         return changed(statement, body=body)
+
+    def _apart(self, statements: Block, more: Mapping[str, Any]) -> tuple[Block, Environment]:
+        """Return statements that may not run, folded, and what is known behind them.
+
+        more: what is known before them alone.
+        """
+        before, self.environment = self.environment, {**self.environment, **more}
+        folded, after = self.fold(statements), self.environment
+        self.environment = before
+        return folded, after
+
+    def _join(self, one: Environment, other: Environment) -> None:
+        """Know from now on what holds in either case."""
+        names = set(one) | set(other)
+        self.environment = {name: _either(one.get(name), other.get(name)) for name in names}
 
     def visit_AugAssign(self, statement: ast.AugAssign) -> None:
         raise AssertionError("templates write a = a + 1, which folds")
@@ -169,6 +180,7 @@ class Folder(Editor):
     def visit_Assign(self, statement: ast.Assign) -> Any:
         target, value = assigned(statement)
         if not target:
+            self.environment |= dict.fromkeys(bound_names([statement]))
             return self.generic_visit(statement)
         before = self._written_out(value)
         value = before.pop().value if before else self.visit(value)
@@ -183,37 +195,25 @@ class Folder(Editor):
         helper = self.template.written_out.get(called(call))
         if helper is None:
             return []
-        given, outer = self._given(call, parameter_names(helper)), self.given
-        self.given = given
-        folded = self.fold(helper.body[int(ast.get_docstring(helper) is not None) :])
-        self.given = outer
-        return folded
+        given = Names(self._given(call, parameter_names(helper)))
+        return self.fold(given.visit_all(helper.body[int(ast.get_docstring(helper) is not None) :]))
 
     def visit_If(self, statement: ast.If) -> Block:
         test = self.visit(statement.test)
         truth = values.truth(self.value(test))
         if truth is not None:
             return self.fold(statement.body if truth else statement.orelse)
-        before = dict(self.environment)
-        body = self.fold(statement.body)
-        after_body = self.environment
-        self.environment = before | self._ruled_out(test)
-        orelse = self.fold(statement.orelse)
-        after_else = self.environment
-        names = set(after_body) | set(after_else)
-        self.environment = {
-            name: _either(after_body.get(name), after_else.get(name)) for name in names
-        }
+        body, behind_body = self._apart(statement.body, {})
+        orelse, behind_else = self._apart(statement.orelse, self._ruled_out(test))
+        self._join(behind_body, behind_else)
         return [changed(statement, test=test, body=body, orelse=orelse)]
 
     def _ruled_out(self, test: ast.expr) -> Environment:
-        """Return the known value of a name if `name == constant` is false."""
+        """Return the known value of a name if `name == "text"` is false."""
         match test:
-            case ast.Compare(ast.Name(name), [ast.Eq()], [other]):
-                fixed, plain = values.constant(self.value(other))
-                value = self.environment.get(name)
-                if fixed and value is not None and value != {plain} and not values.is_whole(plain):
-                    return {name: value - {plain}}
+            case ast.Compare(ast.Name(name) as side, [ast.Eq()], [ast.Constant(str(plain))]):
+                value = self.value(side)
+                return {name: value and value - {plain}}
         return {}
 
     def visit_For(self, statement: ast.For) -> Block:
@@ -224,50 +224,38 @@ class Folder(Editor):
         variable: Value = None
         if called(iterator) == "range":
             bounds = [self.value(arg) for arg in iterator.args]
-            bounds = [known(0), *bounds] if len(bounds) == 1 else bounds
             variable, count = values.loop_values(*bounds)
             several = variable or ()
             unrolled = count == len(several) < 2
-        folded: Block = []
         if unrolled:
+            folded: Block = []
             for one in several:
-                self.inline.add(target)
                 self.environment[target] = known(one)
                 folded += self.fold(statement.body)
             return folded
-        self.environment |= dict.fromkeys(assigned_names(statement.body))
-        self.environment[target] = variable
-        before = dict(self.environment)
-        folded += self.fold(statement.body)
-        for one, value in self.environment.items():
-            if isinstance(value, Made):
-                self.environment[one] = _either(before.get(one), value)
-        return [changed(statement, iter=iterator, body=folded)]
+        unknown = dict.fromkeys(bound_names(statement.body))
+        body, behind = self._apart(statement.body, {**unknown, target: variable})
+        self._join(self.environment, behind)
+        return [changed(statement, iter=iterator, body=body)]
 
     # Expressions
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        if node.id in self.given:
-            return self.given[node.id]
         value = self.environment.get(node.id)
         if value is _UNSURE:
             raise CodegenError(
                 f"the record {node.id} is set in a branch or a loop and used behind it; set it "
                 "once, before, and choose its fields there"
             )
-        if isinstance(value, Made):
-            return value
-        return (node.id in self.inline and literal(value)) or node
+        return value if isinstance(value, Made) else node
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
         record = self.visit(node.value)
-        return self._field(record, node if record is node.value else changed(node, value=record))
-
-    def _field(self, record: ast.expr, node: ast.Attribute) -> ast.expr:
-        """Return the field that a node names, of a record that is its value."""
         if isinstance(record, Made):
             return record.fields[node.attr]
-        return record if isinstance(record, ast.Constant) else literal(self.value(node)) or node
+        if isinstance(record, ast.Constant):  # None, of which every field is None
+            return record
+        return changed(node, value=record)
 
     def _leaves(self, node: ast.expr, kind: str) -> Iterator[ast.expr]:
         """Yield the arguments of an emitted file for an argument: one, or those of a record."""
@@ -275,8 +263,7 @@ class Folder(Editor):
             yield node
             return
         for field, inner in self.template.records[kind].items():
-            value = self._field(node, ast.Attribute(node, field, ast.Load()))
-            yield from self._leaves(value, inner)
+            yield from self._leaves(self.visit(ast.Attribute(node, field, ast.Load())), inner)
 
     def visit_Slice(self, node: ast.Slice) -> ast.Slice:
         updated: ast.Slice = self.generic_visit(node)
@@ -287,10 +274,10 @@ class Folder(Editor):
     def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
         updated = self.generic_visit(node)
         neutral, commutes = _NEUTRAL.get(type(updated.op), (None, False))
-        left, right = updated.left, updated.right
-        for side, other in ((right, left), (left, right)):
-            _, plain = values.constant(self.value(side))
-            if values.is_whole(plain) and plain == neutral and (commutes or side is right):
+        match updated.left, updated.right:
+            case other, ast.Constant(int(plain)) if plain == neutral:
+                return other
+            case ast.Constant(int(plain)), other if plain == neutral and commutes:
                 return other
         return updated
 
@@ -312,26 +299,23 @@ class Folder(Editor):
     def visit_Call(self, node: ast.Call) -> ast.expr:
         function = called(node)
         if function in self.template.records:
-            return self._made(node, self.template.records[function])
+            fields = self.template.records[function]
+            given = bound(node, [*fields])
+            return Made({one: self.visit(given.get(one, parsed("None"))) for one in fields})
         if function in self.template.functions:
             return self._call_of_helper(node, function)
         updated: ast.Call = self.generic_visit(node)
-        if function == "getattr":
-            module, attribute = updated.args
-            fixed, plain = values.constant(self.value(attribute))
-            return ast.Attribute(module, plain, ast.Load()) if fixed else updated
-        if function == "others.get":
-            _, tensor = values.constant(self.value(updated.args[0]))
-            return parsed(tensor if tensor in self.operands else "None")
-        if function.startswith("nisa."):
-            plain = {one: known(_PLAIN.get(one.arg)) for one in updated.keywords}
-            given = [one for one, value in plain.items() if self.value(one.value) != value]
-            return changed(updated, keywords=given)
+        match updated:
+            case ast.Call(ast.Name("getattr"), [module, ast.Constant(str(attribute))]):
+                return ast.Attribute(module, attribute, ast.Load())
+            case ast.Call(ast.Attribute(ast.Name("others"), "get"), [ast.Constant(tensor)]):
+                return parsed(tensor if tensor in self.operands else "None")
+            case ast.Call(ast.Attribute(ast.Name("nisa")), _, keywords):
+                needed = [
+                    one for one in keywords if self.value(one.value) != known(_PLAIN.get(one.arg))
+                ]
+                return changed(updated, keywords=needed)
         return updated
-
-    def _made(self, node: ast.Call, fields: Mapping[str, str]) -> Made:
-        given = bound(node, [*fields])
-        return Made({one: self.visit(given.get(one, parsed("None"))) for one in fields})
 
     def _call_of_helper(self, node: ast.Call, function: str) -> ast.Call:
         kinds, names = self.template.kinds[function], self.template.parameters[function]
@@ -346,9 +330,9 @@ class Folder(Editor):
         return dict(zip(names, map(self.visit, call.args), strict=True))
 
     def visit(self, node: Any) -> Any:
-        """Return the edited node: an operation with a known result is that constant."""
+        """Return the edited node: what has a known value is that constant."""
         updated = super().visit(node)
-        if isinstance(node, _OPERATIONS) or called(node) in ("min", "max", "len"):
+        if isinstance(node, _MAY_BE_KNOWN) or called(node) in ("min", "max", "len"):
             return literal(self.value(updated)) or updated
         return updated
 
@@ -359,17 +343,14 @@ class Folder(Editor):
         match node:
             case ast.Constant(plain):
                 return known(plain)
-            case ast.Name(one):
-                value = self.environment.get(one)
-                return None if isinstance(value, Made) else value
+            case ast.Name(one, ast.Load()):
+                return self.environment.get(one)
             case ast.Attribute(of, field):
                 _, record = values.constant(self.value(of))
                 has_field = isinstance(record, Record) and hasattr(record, field)
                 return known(getattr(record, field)) if has_field else None
             case ast.Tuple(several):
-                items = [values.constant(self.value(element)) for element in several]
-                every = all(fixed for fixed, _ in items)
-                return known(tuple(plain for _, plain in items)) if every else None
+                return computed(lambda *each: each, *map(self.value, several))
             case ast.BinOp(left, sign, right) | ast.Compare(left, [sign], [right]):
                 return self._operation(type(sign), left, right)
             case ast.UnaryOp(sign, side):
@@ -392,7 +373,7 @@ class Folder(Editor):
         return None
 
     def _operation(self, sign: Any, *sides: ast.expr) -> Value:
-        for how, functions in _RULES.items():
-            if sign in functions:
-                return how(functions[sign], *map(self.value, sides))
-        return None
+        if sign not in _RULES:
+            return None
+        how, function = _RULES[sign]
+        return how(function, *map(self.value, sides))

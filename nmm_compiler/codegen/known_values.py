@@ -100,11 +100,9 @@ def divided(function: Callable[[int, int], int], value: Value, divisor: Value) -
     return frozenset(range(size)) if several and function is operator.mod else found
 
 
-def loop_values(
-    start: Value, stop: Value, step: Value = frozenset([1])
-) -> tuple[Value, int | None]:
-    """Return (the values of the variable of a `range`, how many if that is known)."""
-    ranges = of_whole(range, start, stop, step) if constant(step)[0] else None
+def loop_values(*bounds: Value) -> tuple[Value, int | None]:
+    """Return (the values of the variable of a `range` of these, how many if that is known)."""
+    ranges = of_whole(range, *bounds) if all(constant(step)[0] for step in bounds[2:]) else None
     if ranges is None or sum(map(len, ranges)) > _MOST:
         return None, None
     counts = set(map(len, ranges))

@@ -10,7 +10,7 @@ import ast
 import itertools
 from typing import Any
 
-from nmm_compiler.codegen.trees import Block, Comment, Editor, changed
+from nmm_compiler.codegen.trees import Block, Editor, changed, root
 
 WIDTH = 100
 
@@ -23,10 +23,7 @@ def printed(tree: ast.Module) -> str:
 
 
 class _Plain(Editor):
-    """Makes a tree one that `ast.unparse` prints: comments are names, no block is empty."""
-
-    def visit_Comment(self, node: Comment) -> ast.stmt:  # noqa: N802  (named as its node)
-        return ast.Expr(node.value)
+    """Makes a tree one that `ast.unparse` prints: no block is empty."""
 
     def generic_visit(self, node: Any) -> Any:
         """Return the node edited, no comment behind the last statement of its block."""
@@ -40,7 +37,7 @@ class _Plain(Editor):
 def _ended(body: Block) -> Block:
     """Return a block without the comments behind its last statement."""
     left = list(body)
-    while left and isinstance(left[-1], Comment):
+    while left and root(getattr(left[-1], "value", None)).startswith("#"):
         left.pop()
     return left
 

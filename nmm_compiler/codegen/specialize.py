@@ -27,7 +27,7 @@ from nmm_compiler.codegen.trees import (
     Block,
     Editor,
     Inlined,
-    assigned_names,
+    bound_names,
     called,
     changed,
     names_used,
@@ -65,11 +65,11 @@ def specialize(
     short = _Shortened(read, left)
     bodies = {one: short.finished(one, body) for one, body in reversed(bodies.items())}
     inlined = Inlined(_passed_on(bodies, left))
-    bodies = {n: inlined.visit_all(body) for n, body in bodies.items() if n not in inlined.helpers}
+    bodies = {one: inlined.visit_all(body) for one, body in bodies.items()}
     parts = [
         _with(read.functions[n], n, left[n], bodies[n])
         for n in read.functions
-        if n in bodies and n in left
+        if n in left and n not in inlined.helpers
     ]
     kernel = _with(entry, name, operands, remove_unused(without_aliases(bodies[function])))
     docstring = ast.Expr(ast.Constant("\n".join(header) + "\n"))
@@ -84,14 +84,13 @@ def _folded(
     """Return the body of a function, and the values of the arguments in each call of a helper."""
     folder = Folder(given, read, function, operands)
     folded = folder.fold(read.functions[function].body)
-    calls = ((called(one), folder.sites.get(one)) for one in nodes(*folded))
-    sites = [(helper, values) for helper, values in calls if values is not None]
-    return without_aliases(folded, read.parameters[function].values()), sites
+    sites = [(called(one), folder.sites[one]) for one in nodes(*folded) if one in folder.sites]
+    return remove_unused(without_aliases(folded, read.parameters[function].values())), sites
 
 
 def _joined(node: ast.FunctionDef, sites: Sequence[Environment]) -> Environment:
     """Return, for each parameter that a helper never sets, the value that it has in every call."""
-    names = sites[0].keys() - assigned_names(node.body)
+    names = sites[0].keys() - bound_names(node.body)
     return {name: join([site[name] for site in sites]) for name in names}
 
 
@@ -124,9 +123,8 @@ class _Shortened(Editor):
         call: ast.Call = self.generic_visit(node)
         if called(call) not in self.left:
             return call
-        given = zip(self.read.parameters[called(call)].values(), call.args, strict=True)
-        left = self.left[called(call)]
-        return changed(call, args=[arg for one, arg in given if one in left])
+        given = dict(zip(self.read.parameters[called(call)].values(), call.args, strict=True))
+        return changed(call, args=[given[one] for one in self.left[called(call)]])
 
 
 def _passed_on(
@@ -136,7 +134,7 @@ def _passed_on(
 
     One whose other helper has the name of a variable anywhere is none.
     """
-    variables = assigned_names(itertools.chain(*bodies.values())).union(*left.values())
+    variables = {*bound_names(itertools.chain(*bodies.values()))}.union(*left.values())
     values = ((one, _forwarded(bodies[one])) for one in left)
     return {
         one: (left[one], value)

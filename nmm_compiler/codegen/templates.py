@@ -71,14 +71,14 @@ class Template:
     def _named(self, function: str) -> dict[Parameter, str]:
         kinds, read = self.kinds[function], nodes(self.functions[function])
         every = [(name, *path) for name, kind in kinds.items() for path in self._paths(kind)]
-        fields = Counter(one[-1] for one in every if len(one) > 1)
-        taken = {one.id for one in read if isinstance(one, ast.Name)} | set(kinds)
-        taken -= {one[0] for one in every if len(one) > 1}
-        named: dict[Parameter, str] = {}
-        for one in every:
-            owner = [one[0]] if one[-1] in taken or fields[one[-1]] > 1 else []
-            named[one] = "_".join([*owner, one[-1]]) if len(one) > 1 else one[0]
-        return named
+        fields = [one for one in every if len(one) > 1]
+        taken = Counter({one.id for one in read if isinstance(one, ast.Name)} | set(kinds))
+        taken.subtract({one[0] for one in fields})
+        taken.update(one[-1] for one in fields)
+        return {
+            one: f"{one[0]}_{one[-1]}" if one in fields and taken[one[-1]] > 1 else one[-1]
+            for one in every
+        }
 
     def _paths(self, kind: str) -> Iterator[Parameter]:
         """Yield the fields of a record, and for a record among them the fields of that."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from nmm_compiler.codegen.trees import (
@@ -20,6 +20,7 @@ from nmm_compiler.codegen.trees import (
     appended,
     assign,
     assigned,
+    bound_names,
     called,
     changed,
     name,
@@ -31,46 +32,26 @@ from nmm_compiler.codegen.trees import (
 
 
 def without_aliases(statements: Block, parameters: Iterable[str] = ()) -> Block:
-    """Return the statements with `b` written for `a` where the only assignment of `a` is `a = b`.
+    """Return the statements with `b` read for `a` where the only assignment of `a` is `a = b`.
 
-    b is a constant, or a name or `name.attribute` that is itself assigned at most once. Parameters
-    of the function are assigned where it is called.
+    b is a name or `name.attribute` that is itself assigned at most once. Parameters of the function
+    are assigned where it is called.
     """
-    counts: Counter[str] = Counter(parameters)
-    plain: dict[str, ast.expr] = {}
-    for node in nodes(*statements):
-        target, value = assigned(node)
-        if target:
-            counts[target] += 1
-            if _is_plain(value):
-                plain[target] = value
-        elif isinstance(node, ast.For) and isinstance(node.target, ast.Name):
-            counts[node.target.id] += 1
-        elif isinstance(node, ast.arg):
-            counts[node.arg] += 1
+    counts = Counter([*parameters, *bound_names(statements)])
+    plain = {
+        alias: value
+        for alias, value in map(assigned, nodes(*statements))
+        if isinstance(value.value if isinstance(value, ast.Attribute) else value, ast.Name)
+    }
     aliases = {
         alias: value
         for alias, value in plain.items()
         if counts[alias] == 1 and counts[root(value)] <= 1
     }
-    left = _Without(lambda alias, _: alias in aliases).visit_all(statements)
-    written = Names({alias: _resolved(value, aliases) for alias, value in aliases.items()})
-    return list(written.visit_all(left))
-
-
-def _resolved(value: ast.expr, aliases: dict[str, ast.expr]) -> ast.expr:
-    """Return the name behind an alias of an alias."""
-    if isinstance(value, ast.Attribute):
-        return changed(value, value=_resolved(value.value, aliases))
-    if isinstance(value, ast.Name) and value.id in aliases:
-        return _resolved(aliases[value.id], aliases)
-    return value
-
-
-def _is_plain(value: ast.expr) -> bool:
-    if isinstance(value, ast.Constant):
-        return isinstance(value.value, (int, str))
-    return isinstance(value.value if isinstance(value, ast.Attribute) else value, ast.Name)
+    # an alias of an alias is one in the next round
+    now = {alias: value for alias, value in aliases.items() if root(value) not in aliases}
+    written: Block = Names(now).visit_all(statements)
+    return written if len(now) in (0, len(aliases)) else without_aliases(written, parameters)
 
 
 def without_lists(statements: Block) -> Block:
@@ -127,15 +108,15 @@ class _Elements(Editor):
         return node
 
 
-class _Without(Editor):
-    """Removes the assignments `name = value` of which `gone(name, value)` is true."""
+class _Used(Editor):
+    """Removes the assignments of values without effects to other names than these."""
 
-    def __init__(self, gone: Callable[[str, Any], bool]) -> None:
-        self.gone = gone
+    def __init__(self, names: set[str]) -> None:
+        self.names = names
 
     def visit_Assign(self, node: ast.Assign) -> ast.stmt | None:
         target, value = assigned(node)
-        return None if target and self.gone(target, value) else node
+        return None if target and target not in self.names and _is_pure(value) else node
 
 
 _PURE_CALLS = ("min", "max", "len", "nl.ndarray")
@@ -143,9 +124,7 @@ _PURE_CALLS = ("min", "max", "len", "nl.ndarray")
 
 def remove_unused(statements: Block) -> Block:
     """Return the statements without assignments of values that nothing reads."""
-    used = names_used(statements)
-    without = _Without(lambda target, value: target not in used and _is_pure(value))
-    left: Block = without.visit_all(statements)
+    left: Block = _Used(names_used(statements)).visit_all(statements)
     return statements if left is statements else remove_unused(left)
 
 

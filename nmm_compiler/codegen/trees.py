@@ -1,7 +1,7 @@
 """Reads and edits the syntax trees of templates and of emitted files.
 
-The trees are Python's own, `ast`, with comments as statements. No tree is changed: an edit returns
-another one, which shares all that did not change.
+The trees are Python's own, `ast`, with comments as statements, each a name that is its text. No
+tree is changed: an edit returns another one, which shares all that did not change.
 """
 
 from __future__ import annotations
@@ -17,10 +17,6 @@ from typing import Any, TypeVar
 Block = list[ast.stmt]
 Node = TypeVar("Node", bound=ast.AST)
 _FOR_A_FORMATTER = "# fmt: skip"
-
-
-class Comment(ast.Expr):
-    """A line that is a comment; its value is a Name that holds the text."""
 
 
 def read(source: str) -> ast.Module:
@@ -44,7 +40,7 @@ def _commented(body: Block, left: dict[int, str]) -> Block:
         head = next(filter(None, parts), None)
         last = head.end_lineno if head else statement.lineno
         before = [left.pop(line) for line in list(left) if line <= last]
-        made += [*map(Comment, map(name, before)), statement]
+        made += [*(ast.Expr(name(text)) for text in before), statement]
         if isinstance(statement, (ast.FunctionDef, ast.ClassDef, ast.For, ast.If)):
             statement.body = _commented(statement.body, left)
         if isinstance(statement, (ast.For, ast.If)):
@@ -105,14 +101,13 @@ _NO_CODE = ("ctx", "op", "ops", "id", "attr", "arg", "kind")
 
 
 class Names(Editor):
-    """Writes expressions for names."""
+    """Writes expressions for names that are read."""
 
     def __init__(self, given: Mapping[str, ast.expr]) -> None:
         self.given = given
 
     def visit_Name(self, node: ast.Name) -> ast.expr:  # noqa: D102  (ast's name)
-        value = self.given.get(node.id, node)
-        return changed(value, ctx=node.ctx) if isinstance(value, ast.Name) else value
+        return self.given.get(node.id, node) if isinstance(node.ctx, ast.Load) else node
 
 
 class Inlined(Editor):
@@ -154,13 +149,13 @@ def nodes(*trees: ast.AST) -> Iterator[Any]:
             left += [getattr(node, field) for field in _parts(node.__class__)]
 
 
-def assigned_names(statements: Iterable[ast.AST]) -> set[str]:
-    """Return the names that the statements bind."""
-    return {
-        node.id
-        for node in nodes(*statements)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-    }
+def bound_names(statements: Iterable[ast.AST]) -> Iterator[str]:
+    """Yield the names that the statements bind, each as often as they do."""
+    for node in nodes(*statements):
+        if isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
 
 
 def names_used(trees: Iterable[ast.AST]) -> set[str]:
@@ -186,17 +181,18 @@ def called(node: Any) -> str:
     return _dotted(node.func) if isinstance(node, ast.Call) else ""
 
 
-def _dotted(node: ast.expr) -> str:
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Attribute):
-        return f"{_dotted(node.value)}.{node.attr}"
-    if isinstance(node, ast.Subscript):
-        return _dotted(node.value)
-    return called(node)
+def _dotted(node: Any) -> str:
+    match node:
+        case ast.Name(text):
+            return text
+        case ast.Attribute(of, field):
+            return f"{_dotted(of)}.{field}"
+        case ast.Subscript(of) | ast.Call(of):
+            return _dotted(of)
+    return ""
 
 
-def root(node: ast.expr) -> str:
+def root(node: Any) -> str:
     """Return the name that an expression's subscripts, attributes and methods start from, or ""."""
     return _dotted(node).partition(".")[0]
 

@@ -18,7 +18,7 @@ from nmm_compiler.codegen.printed import printed
 from nmm_compiler.codegen.specialize import specialize
 from nmm_compiler.codegen.templates import template as read_template
 from nmm_compiler.codegen.tidy import without_aliases
-from nmm_compiler.codegen.trees import assigned_names, called, parsed, read
+from nmm_compiler.codegen.trees import bound_names, called, parsed, read
 from nmm_compiler.errors import CodegenError
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.kernels.linear.layer import Weight
@@ -547,7 +547,7 @@ def clashes(read):
         taken = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
         for helper in inside(node) if caller not in read.written_out else ():
             names = taken.union(read.kinds[caller], read.kinds[helper.name])
-            found += sorted(assigned_names(helper.body) & names)
+            found += sorted({*bound_names(helper.body)} & names)
     return found
 
 
