@@ -30,7 +30,7 @@ A construct without a form in Beta 1 raises CodegenError, which names it.
 from __future__ import annotations
 
 import ast
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,23 +40,21 @@ from nmm_compiler.codegen.beta1.views import (
     elements,
     indices_of,
     keyword,
-    method,
     number,
     predicate,
     quoted,
     subscript,
 )
 from nmm_compiler.codegen.printed import printed
-from nmm_compiler.codegen.tidy import remove_unused
+from nmm_compiler.codegen.templates import Template
+from nmm_compiler.codegen.tidy import remove_unused, without_aliases
 from nmm_compiler.codegen.trees import (
     Block,
     Editor,
     Inlined,
-    Names,
     appended,
     assign,
     assigned,
-    bound,
     called,
     changed,
     name,
@@ -117,111 +115,79 @@ def to_beta_1(source: str) -> str:
         for name, f in functions.items() if (value := _all_of_it(f)) is not None
     })  # fmt: skip
     functions = {n: short.visit(f) for n, f in functions.items() if n not in short.helpers}
-    facts = Facts(functions, kernel)
-    made = [_Function(name, facts).translated(f) for name, f in functions.items()]
+    places = {(kernel, one): HBM for one in parameter_names(functions[kernel])}
+    made = {
+        name: _Function(name, functions, places).translated()
+        for name in Template(functions, {}).call_order
+    }
     others = [s for s in module.body if not isinstance(s, ast.FunctionDef)]
-    return printed(changed(module, body=[*others, *made]))
+    return printed(changed(module, body=[*others, *map(made.get, functions)]))
 
 
 # Where tensors are
 #
 # Beta 1 has one function per direction of a DMA, nl.load and nl.store, and sums into zeroed tiles
-# only. For the parameters of a helper, both follow from the arguments of its calls.
+# only. For the parameters of a helper, the memory follows from the arguments of its calls.
 
 HBM, CHIP, BOTH = "hbm", "chip", "both"
 Functions = Mapping[str, ast.FunctionDef]
-Place = tuple[str, str]
-"""(function, a name in it), or (function, RESULT)."""
-RESULT = "return"
 
 
-def reached(places: set[Any], sources: Mapping[Any, set[Any]]) -> set[Any]:
-    """Return the places, their sources, and so on."""
-    found, left = set(places), list(places)
-    while left:
-        new = sources.get(left.pop(), set()) - found
-        found |= new
-        left += new
-    return found
-
-
-class Facts:
-    """Where the tensor of each name of each function is, and which are summed into.
-
-    sources: of each place, those whose tensors it may hold, and memories in which it has new ones.
-    summed: the places whose tensors matmuls add to.
-    """
-
-    def __init__(self, functions: Functions, kernel: str) -> None:
-        self.functions = functions
-        self.sources: dict[Place | str, set[Place | str]] = defaultdict(set)
-        sums: set[Place | str] = set()
-        for parameter in parameter_names(functions[kernel]):
-            self.sources[kernel, parameter].add(HBM)
-        for owner, function in functions.items():
-            for node in nodes(*function.body):
-                self._read(owner, node)
-                adds = keyword(node, "accumulate")
-                if adds is not None and ast.unparse(adds) != "False":
-                    sums |= self._held(owner, keyword(node, "dst"))
-        self.summed = reached(sums, self.sources)
-
-    def _read(self, function: str, node: Any) -> None:
-        """Note the places that a node gives tensors to."""
-        if isinstance(node, ast.Assign):
-            self.sources[function, root(node.targets[0])] |= self._held(function, node.value)
-        elif isinstance(node, ast.Return):
-            self.sources[function, RESULT] |= self._held(function, node.value)
-        elif called(node).endswith(".append"):
-            self.sources[function, root(node)] |= self._held(function, node.args[0])
-        elif called(node) in self.functions:
-            names = parameter_names(self.functions[called(node)])
-            for name, value in bound(node, names).items():
-                self.sources[called(node), name] |= self._held(function, value)
-
-    def _held(self, function: str, node: Any) -> set[Place | str]:
-        """Return the places, or the memory, of the tensors that an expression may be."""
-        match node:
-            case ast.Name():
-                return {(function, node.id)}
-            case ast.Tuple() | ast.List():
-                return set().union(*(self._held(function, one) for one in node.elts))
-            case ast.IfExp():
-                return self._held(function, node.body) | self._held(function, node.orelse)
-            case ast.Call() if called(node) == "nl.ndarray":
-                buffer = keyword(node, "buffer")
-                return {HBM if buffer is not None and ast.unparse(buffer).endswith("hbm") else CHIP}
-            case ast.Call() if called(node) in self.functions:
-                return {(called(node), RESULT)}
-            case ast.Call():
-                return self._held(function, node.func)
-            case ast.Subscript() | ast.Attribute():
-                return self._held(function, node.value)
-        return set()
-
-    def memory(self, function: str, node: ast.expr) -> str | None:
-        """Return HBM or CHIP of an expression; BOTH where callers differ, None for no tensor."""
-        found = reached(self._held(function, node), self.sources) & {HBM, CHIP}
-        return BOTH if len(found) > 1 else next(iter(found), None)
+def is_summed(functions: Functions, function: str, tensor: str) -> bool:
+    """Return whether matmuls add to a tensor: of this function, or of a helper that gets it."""
+    for node in nodes(*functions[function].body):
+        taken: list[tuple[str, str]] = []
+        if called(node) == "nisa.nc_matmul" and root(keyword(node, "dst")) == tensor:
+            adds = keyword(node, "accumulate")
+            if adds is not None and ast.unparse(adds) != "False":
+                return True
+        elif called(node) in functions:
+            names = parameter_names(functions[called(node)])
+            given = zip(names, node.args, strict=True)
+            taken = [(called(node), one) for one, value in given if root(value) == tensor]
+        else:
+            both = assigned(node), appended(node)
+            taken = [(function, one) for one, value in both if value and root(value) == tensor]
+        if any(is_summed(functions, *one) for one in taken if one != (function, tensor)):
+            return True
+    return False
 
 
 class _Function(Editor):
-    """Translates one function, its statements in order.
+    """Translates one function, its statements in order; those that call it are translated before.
 
-    views: names that stand for views, and so for no tensor of Beta 1. values: what other names were
-    assigned last. target: the name that the present statement gives a value to.
+    places: (function, name) -> the memory of its tensor, BOTH where callers differ. views: names
+    that stand for views, and so for no tensor of Beta 1. values: what other names were assigned
+    last. target: the name that the present statement gives a value to.
     """
 
-    def __init__(self, name: str, facts: Facts) -> None:
-        self.name, self.facts = name, facts
+    def __init__(self, name: str, functions: Functions, places: dict[tuple[str, str], str]) -> None:
+        self.name, self.functions, self.places = name, functions, places
         self.views: dict[str, View] = {}
         self.values: dict[str, ast.expr] = {}
         self.bodies: dict[str, ast.FunctionDef] = {}
         self.target = ""
 
-    def translated(self, function: ast.FunctionDef) -> ast.FunctionDef:
+    def translated(self) -> ast.FunctionDef:
         """Return the function in Beta 1."""
-        return changed(function, body=remove_unused(self._block(function.body)))
+        function = self.functions[self.name]
+        return changed(function, body=remove_unused(self.visit_all(function.body)))
+
+    def memory(self, node: Any) -> str | None:
+        """Return HBM or CHIP of an expression; BOTH where callers differ, None for no tensor."""
+        match node:
+            case ast.List([node, *_]) | ast.ListComp(node):
+                return self.memory(node)
+            case ast.Call() if called(node) == "nl.ndarray":
+                return HBM if ast.unparse(node).endswith("hbm)") else CHIP
+        return CHIP if root(node) in self.functions else self.places.get((self.name, root(node)))
+
+    def _place(self, function: str, name: str, value: ast.expr) -> None:
+        """Note that a name of a function may be the tensor of an expression of this one."""
+        memory = self.memory(value)
+        if memory is not None:
+            known = self.places.setdefault((function, name), memory)
+            self.places[function, name] = known if known == memory else BOTH
 
     def view(self, node: Any, parts: bool = True) -> View | None:
         """Return the view that an expression is, or None. parts: slices of tiles are views too."""
@@ -233,7 +199,7 @@ class _Function(Editor):
                 if view is not None:
                     return view.at(indices)
                 sliced = any(isinstance(index, ast.Slice) for index in indices)
-                if sliced and (parts or self.facts.memory(self.name, node) == HBM):
+                if sliced and (parts or self.memory(node) == HBM):
                     return View.of(node.value, indices)
             case ast.Call(ast.Attribute(ast.Name(), "reshape"), [ast.Tuple([_, _, _, *_])]) if (
                 not parts
@@ -259,27 +225,22 @@ class _Function(Editor):
 
     # Statements
 
-    def _block(self, body: Block) -> list[ast.stmt]:
-        made: list[ast.stmt] = []
-        for statement in _with_lists(body):
-            written = self.visit(statement)
-            made += [] if written is None else [written]
-        return made
+    def visit_all(self, before: Any) -> Any:
+        """Return a sequence of nodes translated; of a block, with lists made whole first."""
+        block = before and isinstance(before[0], ast.stmt)
+        return super().visit_all(_with_lists(before) if block else before)
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         """Keep the body of a loop on the device for the loop."""
         self.bodies[node.name] = node
 
-    def visit_If(self, node: ast.If) -> ast.stmt:
-        test, body = self.visit(node.test), self._block(node.body)
-        return changed(node, test=test, body=body, orelse=self._block(node.orelse))
-
-    def visit_For(self, node: ast.For) -> ast.stmt:
-        return changed(node, iter=_unrolled(node.iter), body=self._block(node.body))
+    def visit_For(self, node: ast.For) -> Any:
+        return self.generic_visit(changed(node, iter=_unrolled(node.iter)))
 
     def visit_Assign(self, node: ast.Assign) -> ast.stmt | None:
         """Return an assignment; that of a view is written out where the view is used."""
         name, value = assigned(node)
+        self._place(self.name, root(node.targets[0]), node.value)
         view = self.view(value, parts=False) if name else None
         if view is not None:
             self.views[name] = view
@@ -295,7 +256,8 @@ class _Function(Editor):
             return self._device_loop(node.value)
         if function.startswith("nisa."):
             return self._instruction(node.value, function.removeprefix("nisa."))
-        self.target = root(node.value)  # of t.append(tile)
+        self.target, added = appended(node)
+        self._place(self.name, self.target, added)
         return self.generic_visit(node)
 
     def _device_loop(self, loop: Any) -> ast.stmt:
@@ -303,18 +265,15 @@ class _Function(Editor):
 
         The blocks of tokens that such loops run over do not depend on each other.
         """
-        start, stop, body = loop.args
+        start, stop, name = loop.args
         if isinstance(stop, ast.Call):  # register_alloc(n)
             stop = stop.args[0]
-        function = self.bodies[ast.unparse(body)]
+        function = self.bodies[name.id]
         (variable,) = parameter_names(function)
         bounds = [stop] if number(start) == 0 else [start, stop]
         iterator = ast.Call(parsed("nl.affine_range"), bounds, [])
-        copies = {copy: value for copy, value in map(assigned, function.body)
-                  if isinstance(value, ast.Name) and value.id == variable}  # fmt: skip
-        left = [one for one in function.body if assigned(one)[0] not in copies]
-        block = self._block(Names(copies).visit_all(left))
-        return ast.For(ast.Name(variable, ast.Store()), iterator, block, [])
+        body = remove_unused(without_aliases(function.body))  # of the variable in SBUF, too
+        return ast.For(ast.Name(variable, ast.Store()), iterator, self.visit_all(body), [])
 
     # Expressions
 
@@ -325,9 +284,11 @@ class _Function(Editor):
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
         """Return a call; that of a tile which matmuls sum into makes it of zeros."""
-        buffer = keyword(node, "buffer")
-        in_psum = buffer is not None and ast.unparse(buffer) == "nl.psum"
-        if in_psum and (self.name, self.target) in self.facts.summed:
+        helper = self.functions.get(called(node))
+        for one, value in zip(parameter_names(helper), node.args, strict=True) if helper else ():
+            self._place(called(node), one, value)
+        in_psum = called(node) == "nl.ndarray" and ast.unparse(node).endswith("nl.psum)")
+        if in_psum and is_summed(self.functions, self.name, self.target):
             node = changed(node, func=parsed("nl.zeros"))
         return self.generic_visit(node)
 
@@ -351,7 +312,7 @@ class _Function(Editor):
             rows = elements(shape)[0] if known else quoted("shape[0]", shape=shape)
             given = [ast.keyword("pred", predicate(made, rows)), *given]
         value, target = self.visit(changed(made, keywords=given)), self._written(dst)
-        if name == "nc_matmul" and (self.name, root(dst)) in self.facts.summed:
+        if name == "nc_matmul" and is_summed(self.functions, self.name, root(dst)):
             return ast.AugAssign(target, ast.Add(), value)
         return ast.Assign([target], value)
 
@@ -370,7 +331,7 @@ class _Function(Editor):
 
     def _copy(self, dst: ast.expr, src: ast.expr) -> ast.stmt:
         """Return nl.load or nl.store."""
-        directions = self.facts.memory(self.name, dst), self.facts.memory(self.name, src)
+        directions = self.memory(dst), self.memory(src)
         view = self.view(src)
         spread = None if view is None else view.spread
         source = self.visit(src) if view is None or spread is None else view.spelled()
@@ -389,10 +350,10 @@ def _spread(value: ast.expr, shape: ast.expr | None) -> ast.expr:
     return quoted("value.broadcast_to(shape)", value=value, shape=shape)
 
 
-def _tensor(dst: ast.expr) -> ast.expr:
+def _tensor(dst: Any) -> ast.expr:
     """Return the tensor of a destination, without its methods and indices."""
-    while (viewed := method(dst)) is not None:
-        dst = viewed[0]
+    while called(dst):
+        dst = dst.func.value
     return dst.value if isinstance(dst, ast.Subscript) else dst
 
 
@@ -414,8 +375,8 @@ def _all_of_it(function: ast.FunctionDef) -> ast.expr | None:
         ends = [end for end in value.keywords if end.arg in ("dst", "src")]
         plain = all(isinstance(end.value, (ast.Name, ast.Subscript)) for end in ends)
         return ast.Call(value.func, [], ends) if plain else None
-    found = method(value) if isinstance(only, ast.Return) else None
-    return value if found is not None and found[1] in METHODS else None
+    view = isinstance(value, ast.Subscript) or called(value).rpartition(".")[2] in METHODS
+    return value if isinstance(only, ast.Return) and view else None
 
 
 def _unrolled(iterator: Any) -> Any:
@@ -425,10 +386,7 @@ def _unrolled(iterator: Any) -> Any:
     """
     if called(iterator) != "range":
         return iterator
-    args = iterator.args
-    if len(args) == 2 and number(args[0]) == 0:
-        args = args[1:]
-    return changed(iterator, func=parsed("nl.static_range"), args=args)
+    return changed(iterator, func=parsed("nl.static_range"))
 
 
 def _with_lists(body: Block) -> list[ast.stmt]:

@@ -68,14 +68,6 @@ def quoted(source: str, /, **given: ast.expr) -> Any:
     return Names(given).visit(parsed(source))
 
 
-def method(node: ast.AST | None) -> tuple[ast.expr, str, list[ast.expr]] | None:
-    """Return (receiver, name, arguments) of `receiver.name(arguments)`, else None."""
-    match node:
-        case ast.Call(ast.Attribute(receiver, name), arguments):
-            return receiver, name, arguments
-    return None
-
-
 def elements(node: ast.expr) -> list[ast.expr]:
     """Return the elements of a literal tuple."""
     assert isinstance(node, ast.Tuple), f"{ast.unparse(node)} is not spelled as a tuple"
@@ -133,21 +125,14 @@ class View:
         """Return view[indices]."""
         if not self.axes:
             return View.of(self.base, (*self.starts, *indices))
-        view, kept = self, []
+        starts, kept = list(self.starts), []
         for axis, index in zip(self.axes, indices, strict=True):
             start = getattr(index, "lower", index)  # of a slice
-            view = view._moved(axis, start)
+            if axis.dimension is not None and number(start) != 0:
+                starts[axis.dimension] = plus(starts[axis.dimension], times(axis.factor, start))
             if start is not index:
                 kept.append(dataclasses.replace(axis, size=minus(index.upper, start)))
-        return dataclasses.replace(view, axes=tuple(kept))
-
-    def _moved(self, axis: Axis, start: Any) -> View:
-        """Return the view from `start` of an axis on."""
-        if axis.dimension is None or number(start) == 0:
-            return self
-        starts = list(self.starts)
-        starts[axis.dimension] = plus(starts[axis.dimension], times(axis.factor, start))
-        return dataclasses.replace(self, starts=tuple(starts))
+        return dataclasses.replace(self, starts=tuple(starts), axes=tuple(kept))
 
     def split(self, place: int, sizes: Sequence[ast.expr]) -> View:
         """Return the view with an axis as two, the second of them consecutive."""

@@ -120,8 +120,9 @@ def expand_panel(
 
 def as_runs(row, n0, columns):
     """Return outputs of the only row of a matrix in HBM, [128, tiles, 1]: a run a partition."""
-    runs = row[0:1, n0 : n0 + columns].reshape_dim(1, (128, columns // 128))
-    return runs.permute((1, 2, 0))
+    return (
+        row[0:1, n0 : n0 + columns].reshape_dim(1, (128, columns // 128)).permute((1, 2, 0))
+    )  # fmt: skip
 
 
 def store_turned(result: Result, y_sb, n0, columns, core, cores, at: Block):
