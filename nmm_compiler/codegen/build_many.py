@@ -12,10 +12,11 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nmm_compiler.cache.key import Key
 from nmm_compiler.cache.store import Store
 from nmm_compiler.codegen.build import (
     Kernel,
@@ -140,11 +141,7 @@ def fill(
     this cache; anything with `submit`. Raises CacheError when the cache is not writable.
     """
     made, start = options or Options(), time.monotonic()
-    store = Store.open(made, check=check_foreign)
-    if store.mode != "rw":
-        raise CacheError(f"{store} cannot be filled; set NMM_CACHE=rw and a directory of your own")
     wanted = {asked(*one, options=made).key: one for one in requests}
-    whole, missing = len(wanted), [wanted[key] for key in store.missing(list(wanted))]
     done: dict[Request, str] = {}
 
     def took(request: Request, answer: str | Exception) -> str:
@@ -152,14 +149,15 @@ def fill(
         said = BUILT if done[request] in (BUILT, FOUND) else "failed"
         return f"{said} {request[0].short()} for {request[1]}"
 
-    each(
-        build_one, missing, lambda spec, target: request_text(spec, target, made), took,
-        whole=whole, executor=executor, jobs=jobs, progress=progress,
+    missing = each(
+        build_one, wanted, lambda spec, target: request_text(spec, target, made), took,
+        store=Store.open(made, check=check_foreign), executor=executor, jobs=jobs,
+        progress=progress,
     )  # fmt: skip
     answers = list(done.values())
     return Filled(
-        kernels=whole,
-        present=whole - len(missing),
+        kernels=len(wanted),
+        present=len(wanted) - len(missing),
         built=answers.count(BUILT),
         elsewhere=answers.count(FOUND),
         failed=tuple(
@@ -173,26 +171,29 @@ def fill(
 
 def each(
     task: Task,
-    requests: Sequence[Request],
+    wanted: Mapping[Key, Request],
     text: Callable[[KernelSpec, str], str],
     took: Callable[[Request, str | Exception], str],
     *,
-    whole: int,
+    store: Store,
     executor: Submits | None,
     jobs: int | None,
     progress: Progress | None = None,
-) -> None:
-    """Run a task on the text of each request, those with the most work first.
+) -> list[Request]:
+    """Run a task on the text of each request whose key a cache lacks; return these requests.
 
-    took: called with each request and its answer; returns what progress shows. whole: requests in
-    all, of which the others are done.
+    Those with the most work come first. took: called with each request and its answer; returns what
+    progress shows. Raises CacheError when the cache is not writable.
     """
-    done = whole - len(requests)
-    order = sorted(requests, key=lambda one: -one[0].flops())
+    if store.mode != "rw":
+        raise CacheError(f"{store} cannot be filled; set NMM_CACHE=rw and a directory of your own")
+    missing = (wanted[key] for key in store.missing(list(wanted)))
+    order = sorted(missing, key=lambda one: -one[0].flops())
+    whole, done = len(wanted), len(wanted) - len(order)
     report = progress or (lambda *_: None)
     report("in the cache", done, whole)
     with contextlib.ExitStack() as started:
-        count = min(len(requests), jobs or cores())
+        count = min(len(order), jobs or cores())
         where = executor or started.enter_context(Workers(count))
         try:
             for place, answer in run(where, task, [text(*one) for one in order]):
@@ -204,6 +205,7 @@ def each(
                 f"{done} of {counted(whole, 'kernel')} done; the same call goes on there"
             )
             raise
+    return order
 
 
 def request_text(spec: KernelSpec, target: str, options: Options) -> str:

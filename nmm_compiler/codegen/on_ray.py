@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from concurrent.futures import Future
 from typing import Any
 
-from nmm_compiler.codegen.workers import ATTEMPTS, Task
+from nmm_compiler.codegen.workers import Task
 from nmm_compiler.errors import MissingPackageError
 
 
@@ -26,14 +27,11 @@ class RayExecutor:
             {"num_cpus": cores, "include_dashboard": False} if address is None else {}
         )
         self._ray.init(address=address, log_to_driver=False, logging_level="ERROR", **here)
-        self._remote: dict[Task, Any] = {}
+        self._remote = functools.cache(ray.remote)  # with one core a task and three retries
 
     def submit(self, function: Task, text: str, /) -> Future[str]:
         """Return the future of `function(text)` on some worker."""
-        if function not in self._remote:
-            made = self._ray.remote(function)
-            self._remote[function] = made.options(num_cpus=1, max_retries=ATTEMPTS)
-        future: Future[str] = self._remote[function].remote(text).future()
+        future: Future[str] = self._remote(function).remote(text).future()
         return future
 
     def __enter__(self) -> RayExecutor:

@@ -22,7 +22,7 @@ from nmm_compiler.codegen.code_digests import code_digests
 from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.codegen.tuned import BEST, DEFAULT, choices_in, files_of, forget, tuning_key
 from nmm_compiler.codegen.workers import Submits
-from nmm_compiler.errors import CacheError, CapacityError, NmmError, WorkerError
+from nmm_compiler.errors import CapacityError, NmmError, WorkerError
 from nmm_compiler.kernels.base import KernelSpec
 from nmm_compiler.options import Options
 from nmm_compiler.records import Record
@@ -85,17 +85,13 @@ def tune(
     """
     made = options or Options()
     store = Store.open(made, check=check_foreign)
-    if store.mode != "rw":
-        raise CacheError(f"{store} cannot keep tunings; set NMM_CACHE=rw")
     requests = [one if isinstance(one, tuple) else (one, target) for one in specs]
 
     def key(request: Request) -> Key:
         spec, name = request
         return tuning_key(spec, machine_target(name, made), made.instruction_budget)
 
-    entries = {one: store.get(key(one)) for one in requests}
-    missing = [one for one, entry in entries.items() if entry is None]
-    for spec, name in missing:
+    for spec, name in requests:
         error = refusal(spec, machine_target(name, made))
         if error is not None:
             raise error
@@ -106,17 +102,18 @@ def tune(
             failed.append(answer)  # what the others bring is kept first
             return f"failed {request[0].short()}"
         files = json.loads(answer)
-        entries[request] = store.get_or_build(key(request), lambda: files, {"tuning": "candidates"})
+        store.get_or_build(key(request), lambda: files, {"tuning": "candidates"})
         return f"timed {request[0].short()} for {request[1]}"
 
-    each(
-        time_candidates, missing, lambda spec, name: _task(spec, name, made), took,
-        whole=len(entries), executor=executor, jobs=jobs, progress=progress,
+    missing = each(
+        time_candidates, {key(one): one for one in requests},
+        lambda spec, name: _task(spec, name, made), took,
+        store=store, executor=executor, jobs=jobs, progress=progress,
     )  # fmt: skip
     forget()
     if failed:
         raise failed[0]
-    return [_outcome(one, entries[one], new=one in missing) for one in requests]
+    return [_outcome(one, store.get(key(one)), new=one in missing) for one in requests]
 
 
 def _outcome(request: Request, entry: Any, *, new: bool) -> Tuned:

@@ -245,12 +245,11 @@ def price_many(
         for spec, name in requests
         for one in launches_of(spec)
     }
-    missing = [keys[key] for key in store.missing(list(keys))]
-    if len(missing) >= _WORTH_WORKERS:
+    if len(store.missing(list(keys))) >= _WORTH_WORKERS:
         each(
-            price_one, missing, lambda spec, target: request_text(spec, target, Options()),
+            price_one, keys, lambda spec, target: request_text(spec, target, Options()),
             lambda one, _: f"simulated {one[0].short()} on {one[1]}",
-            whole=len(missing), executor=None, jobs=jobs, progress=progress,
+            store=store, executor=None, jobs=jobs, progress=progress,
         )  # fmt: skip
 
 
