@@ -48,8 +48,7 @@ class Workers(ThreadPoolExecutor):
 
     def __init__(self, count: int) -> None:
         super().__init__(max(count, 1))
-        self._held = threading.local()
-        self._processes: set[subprocess.Popen[str]] = set()
+        self._processes: dict[int, subprocess.Popen[str]] = {}  # by the thread that started it
         self._stopped = False
 
     def submit(self, function: Task, text: str, /) -> Future[str]:  # type: ignore[override]
@@ -64,12 +63,12 @@ class Workers(ThreadPoolExecutor):
         """Let the workers end after the calls that wait; with cancel_futures, now."""
         if cancel_futures:
             self._stopped = True
-            for process in list(self._processes):
+            for process in list(self._processes.values()):
                 process.kill()  # entries of the cache are whole or absent
         super().shutdown(wait, cancel_futures=cancel_futures)
         if wait:
-            for process in list(self._processes):
-                self._end(process)
+            for thread in list(self._processes):
+                self._end(thread)
 
     def __exit__(self, kind: Any, *error: Any) -> None:
         """End the workers after their calls, or at once where an error leaves the block."""
@@ -77,21 +76,22 @@ class Workers(ThreadPoolExecutor):
 
     def _answer(self, line: str) -> str:
         """Return what the worker of this thread answers; the next call replaces one that died."""
-        worker = getattr(self._held, "worker", None) or self._start()
+        thread = threading.get_ident()
+        worker: Any = self._processes.get(thread) or self._start(thread)
         answer = ""
         with contextlib.suppress(OSError, ValueError):  # killed, and its pipe is closed
             worker.stdin.write(line + "\n")
             worker.stdin.flush()
             answer = worker.stdout.readline()
         if not answer.endswith("\n"):
-            self._end(worker)
+            self._end(thread)
             raise BrokenExecutor("a worker process ended within a call")
         told = json.loads(answer)
         if "error" in told:
             raise WorkerError(f"a worker process failed: {told['error']}")
         return str(told["text"])
 
-    def _start(self) -> Any:
+    def _start(self, thread: int) -> Any:
         command = [sys.executable, "-c", _PROGRAM, json.dumps(sys.path)]
         try:
             worker = subprocess.Popen(
@@ -102,17 +102,15 @@ class Workers(ThreadPoolExecutor):
             raise WorkerError(
                 f"a worker process failed: {type(error).__name__}: {error}"
             ) from error
-        self._held.worker = worker
-        self._processes.add(worker)
+        self._processes[thread] = worker
         if self._stopped:  # since `shutdown` looked
             worker.kill()
         return worker
 
-    def _end(self, worker: Any) -> None:
-        self._held.worker = None
+    def _end(self, thread: int) -> None:
+        worker: Any = self._processes.pop(thread)
         with contextlib.suppress(OSError), worker:  # leaving closes its pipes, and waits
             worker.stdin.close()
-        self._processes.discard(worker)
 
 
 def serve() -> None:

@@ -53,7 +53,7 @@ def kill_and_fill(workers, requests, at):
 
     def kill(said, done, of):
         if done in at and len(killed) < len(at):
-            killed.append(next(iter(workers._processes)).pid)
+            killed.append(next(iter(workers._processes.values())).pid)
             os.kill(killed[-1], signal.SIGKILL)
 
     filled = fill(requests, executor=workers, progress=kill)
