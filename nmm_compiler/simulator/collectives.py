@@ -19,10 +19,10 @@ from nmm_compiler.errors import KernelArgumentError
 from nmm_compiler.simulator.isa.instruction import Steps, instruction
 from nmm_compiler.simulator.isa.operands import DMA_MEMORIES, Call
 from nmm_compiler.simulator.isa.operators import Takes
-from nmm_compiler.simulator.isa.values import F32, put
+from nmm_compiler.simulator.isa.values import F32
 from nmm_compiler.simulator.loading.nki_object import NKIObject, dataclass
 from nmm_compiler.simulator.machine import Machine, current
-from nmm_compiler.simulator.tensors.elements import mark
+from nmm_compiler.simulator.tensors.elements import mark, put
 from nmm_compiler.simulator.tensors.registers import VirtualRegister
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 from nmm_compiler.simulator.trace import Instruction

@@ -18,8 +18,8 @@ from nmm_compiler.simulator.isa.operands import (
     require,
 )
 from nmm_compiler.simulator.isa.operators import Takes
-from nmm_compiler.simulator.isa.values import F32, put
-from nmm_compiler.simulator.tensors.elements import read
+from nmm_compiler.simulator.isa.values import F32
+from nmm_compiler.simulator.tensors.elements import put, read
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
 TURNED = {2: (1, 0), 3: (2, 1, 0), 4: (3, 1, 2, 0)}

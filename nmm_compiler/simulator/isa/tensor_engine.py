@@ -17,9 +17,9 @@ from nmm_compiler.simulator.isa import poison
 from nmm_compiler.simulator.isa.enums import engine, matmul_perf_mode
 from nmm_compiler.simulator.isa.instruction import Steps, instruction
 from nmm_compiler.simulator.isa.operands import PSUM, SBUF, Call, require, require_present
-from nmm_compiler.simulator.isa.values import F32, accumulate_product, f32, put
+from nmm_compiler.simulator.isa.values import F32, accumulate_product, f32
 from nmm_compiler.simulator.tensors.dtypes import FLOAT8, FLOATS
-from nmm_compiler.simulator.tensors.elements import read
+from nmm_compiler.simulator.tensors.elements import put, read
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
 _OPERANDS = FLOATS - {"float8_e8m0fnu"}

@@ -1,6 +1,6 @@
-"""How instructions read, compute and write values: in float32, with a cast on the write.
+"""How instructions read and compute values: in float32, with a cast on the write.
 
-PSUM also remembers which engine wrote each element, because a matmul adds to what a matmul wrote.
+PSUM remembers which engine wrote each element, because a matmul adds to what a matmul wrote.
 ScalarE and VectorE have accumulator registers, which reductions of other instructions use.
 """
 
@@ -14,8 +14,8 @@ from nmm_compiler.errors import HazardError, SimulationError
 from nmm_compiler.simulator.isa.operands import Call
 from nmm_compiler.simulator.isa.operators import BY_NAME, Op
 from nmm_compiler.simulator.machine import Machine
-from nmm_compiler.simulator.tensors.dtypes import cast, round_tfloat32
-from nmm_compiler.simulator.tensors.elements import mark, marks_of, put_marks, read, store
+from nmm_compiler.simulator.tensors.dtypes import round_tfloat32
+from nmm_compiler.simulator.tensors.elements import NOBODY, OTHER, TENSOR, marks_of, put, read
 from nmm_compiler.simulator.tensors.registers import VirtualRegister
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
@@ -34,41 +34,6 @@ def f32(view: NkiTensor) -> np.ndarray:
 def rows_of(view: NkiTensor) -> np.ndarray:
     """Return the view's values as float32 [partitions, elements]."""
     return f32(view).reshape(view.shape[0], -1)
-
-
-def put(
-    dst: NkiTensor,
-    values: np.ndarray,
-    *,
-    exact: bool = False,
-    product: bool = False,
-    where: np.ndarray | None = None,
-    skip: bool = False,
-    adds: bool = False,
-) -> None:
-    """Write values to dst: the one place where an instruction does.
-
-    exact: they are stored elements of dst's dtype; else they are cast to it.
-    product: TensorE writes them, so a later product may add to them.
-    where, skip, adds: as of `store`.
-    """
-    dtype, storage = dst.dtype, dst.storage
-    if dst.indirection is not None or storage.shared or where is not None:
-        store(dst, values, where, skip=skip, adds=adds)
-    else:
-        if values.shape != dst.shape:
-            values = values.reshape(dst.shape)
-        rounds = values.dtype == F32 and dtype.kind == "float" and dtype != "tfloat32"
-        if not exact and not rounds:
-            values = cast(values, dtype)
-        dst.array()[...] = values
-        mark(dst, False)
-    if storage.memory == "psum":
-        put_marks(dst, storage.writers, TENSOR if product else OTHER)
-
-
-NOBODY, TENSOR, OTHER = (np.uint8(who) for who in range(3))
-"""Who wrote an element of PSUM."""
 
 
 def scalar_value(value: Any, rank: int, kind: Any = F32) -> Any:

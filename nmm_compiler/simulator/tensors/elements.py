@@ -106,6 +106,9 @@ def _check_valid(view: NkiTensor, valid: np.ndarray, skip: bool) -> None:
 
 # What is known of each
 
+NOBODY, TENSOR, OTHER = (np.uint8(who) for who in range(3))
+"""Who wrote an element of PSUM."""
+
 
 def marks_of(view: NkiTensor, marks: np.ndarray) -> np.ndarray:
     """Return the marks of a view; the last axis has those of the bytes of one element.
@@ -286,32 +289,47 @@ def read(
     return values, None if valid is None or valid.all() else valid
 
 
-def store(
+def put(
     view: NkiTensor,
     values: np.ndarray,
-    where: np.ndarray | None = None,
     *,
+    exact: bool = False,
+    product: bool = False,
+    where: np.ndarray | None = None,
     skip: bool = False,
     adds: bool = False,
 ) -> None:
-    """Write computed values to the elements of a view one by one, in the dtype of the view.
+    """Write values to a view: the one place where an instruction does.
 
-    where: those that are written. skip: rows out of bounds are not, and are no error. adds: the
-    values are sums with what was there, so no two rows may be the same.
+    exact: they are stored elements of the view's dtype; else they are cast to it.
+    product: TensorE writes them, so a later product may add to them.
+    where: the elements that are written. skip: rows out of bounds are not, and are no error.
+    adds: the values are sums with what was there, so no two rows may be the same.
     """
-    table, valid = positions(view)
-    _check_valid(view, valid, skip)
-    stored = cast(values.reshape(table.shape), view.dtype)
-    if view.is_indirect() and view.indirection.kind == "vector":
-        _check_unique(view, table[valid], stored[valid], adds)
-    chosen = np.repeat(valid[:, None], table.shape[1], axis=1)
-    if where is not None:
-        chosen &= where.reshape(table.shape)
-    places, stored = table[chosen], stored[chosen]
-    if view.storage.shared:
-        stored = _settled(view, stored, places)
-    view.storage.raw.view(view.dtype.numpy)[places] = stored
-    mark(view, False, chosen.reshape(view.shape))
+    storage, dtype = view.storage, view.dtype
+    whole = view.indirection is None and not storage.shared and where is None
+    rounds = values.dtype == np.float32 and dtype.kind == "float" and dtype != "tfloat32"
+    if not (exact or (whole and rounds)):  # else the assignment rounds as it writes
+        values = cast(values, dtype)
+    if whole:
+        view.array()[...] = values.reshape(view.shape)
+        mark(view, False)
+    else:
+        table, valid = positions(view)
+        _check_valid(view, valid, skip)
+        stored = values.reshape(table.shape)
+        if view.is_indirect() and view.indirection.kind == "vector":
+            _check_unique(view, table[valid], stored[valid], adds)
+        chosen = np.repeat(valid[:, None], table.shape[1], axis=1)
+        if where is not None:
+            chosen &= where.reshape(table.shape)
+        places, stored = table[chosen], stored[chosen]
+        if storage.shared:
+            stored = _settled(view, stored, places)
+        storage.raw.view(dtype.numpy)[places] = stored
+        mark(view, False, chosen.reshape(view.shape))
+    if storage.memory == "psum":
+        put_marks(view, storage.writers, TENSOR if product else OTHER)
 
 
 def _check_unique(view: NkiTensor, table: np.ndarray, stored: np.ndarray, adds: bool) -> None:
