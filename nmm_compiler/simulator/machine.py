@@ -18,9 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from nmm_compiler.errors import KernelArgumentError, SimulationError, UnknownNameError
+from nmm_compiler.errors import (
+    KernelArgumentError,
+    OperandError,
+    SimulationError,
+    UnknownNameError,
+)
 from nmm_compiler.simulator.trace import Access, Instruction, Trace
-from nmm_compiler.targets.base import Target
+from nmm_compiler.targets import Target, oldest_with
 
 Programs = Any  # its file knows this one
 MODES = ("full", "functional", "timing")
@@ -213,6 +218,24 @@ class Machine:
         if self.options.strict:
             raise kind(message, *(place or kernel_frame()))
         self.warn(message, place)
+
+    def require(self, what: str, remedy: str = "", flag: str = "") -> None:
+        """Refuse an instruction, or a form of one, that the target lacks.
+
+        what: as `absent_instructions` or `absent_forms` name it, unless a `flag` says it.
+        remedy: what to do on this target, a newer one unless said.
+        """
+
+        def has(t: Target) -> Any:
+            return getattr(t, flag) if flag else what not in t.absent_instructions + t.absent_forms
+
+        if not has(self.target):
+            needed = oldest_with(has)
+            self.rule(
+                OperandError,
+                f"{what} needs {needed} or newer, the target is {self.target.name}; "
+                + (remedy or f'pass target="{needed}"'),
+            )
 
     def warn(self, message: str, place: tuple[str, int] | None = None) -> None:
         """Record a warning once per kernel line."""

@@ -15,7 +15,6 @@ from nmm_compiler.simulator.isa.operands import (
     SBUF,
     Call,
     check_conversion,
-    require,
 )
 from nmm_compiler.simulator.isa.operators import Takes
 from nmm_compiler.simulator.isa.values import F32
@@ -47,7 +46,7 @@ def dma_copy(
     check_conversion(call, dst, src)
     same, mode, chosen_rows = dst.dtype == src.dtype, dge_mode.name, _chooses_rows(dst, src)
     if mode == "hwdge":
-        require(call, "dma_copy(dge_mode=hwdge)", lambda t: t.dma_generates_descriptors)
+        call.machine.require("dma_copy(dge_mode=hwdge)", flag="dma_generates_descriptors")
         call.need(same, "hwdge cannot convert dtypes; make them equal or drop dge_mode")
     issuer = "gpsimd" if chosen_rows or mode == "swdge" else "sync"
     if engine is not _UNKNOWN:
@@ -89,7 +88,7 @@ def dma_transpose(
     oob_mode: Any = oob_mode.error,
 ) -> Steps:
     """dst = src with its first and last dimensions swapped, by DMA, into SBUF."""
-    require(call, "dma_transpose", lambda t: t.dma_transposes, "use nisa.nc_transpose")
+    call.machine.require("dma_transpose", "use nisa.nc_transpose", "dma_transposes")
     rank = len(src.shape)
     order = TURNED.get(rank, ())
     call.need(

@@ -19,8 +19,6 @@ from nmm_compiler.simulator.isa.operands import (
     Call,
     check_conversion,
     check_dtype,
-    require,
-    require_present,
 )
 from nmm_compiler.simulator.isa.operators import (
     ACTIVATION,
@@ -71,10 +69,8 @@ def tensor_copy(
     chosen = call.choose()
     check_conversion(call, dst, src)
     if chosen == "scalar":
-        require(
-            call, "tensor_copy on ScalarE", lambda t: t.scalar_tensor_copy,
-            "use nisa.activation(op=nl.copy)",
-        )  # fmt: skip
+        remedy = "use nisa.activation(op=nl.copy)"
+        call.machine.require("tensor_copy on ScalarE", remedy, "scalar_tensor_copy")
     yield {"unset": engine is _UNKNOWN}  # then the compiler may choose another engine
     same = dst.dtype == src.dtype
     put(dst, src.load() if same else f32(src), exact=same)
@@ -300,10 +296,10 @@ def activation(
     """dst = op(data * scale + bias) on ScalarE, with an optional sum over the free axes."""
     if bias is not None:
         if op.name == "reciprocal":
-            require_present(call, "activation(nl.reciprocal) with bias")
+            call.machine.require("activation(nl.reciprocal) with bias")
         if bias.__class__ is not NkiTensor:
             remedy = f"pass a ({data.shape[0]}, 1) tensor"
-            require_present(call, "activation with a number as bias", remedy)
+            call.machine.require("activation with a number as bias", remedy)
     call.need(
         op.activation is not None,
         "nl.prelu needs relu_param; use nisa.activate2 (trn3)",

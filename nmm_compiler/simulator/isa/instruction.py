@@ -41,7 +41,6 @@ from nmm_compiler.simulator.isa.operands import (
     collide,
     indirect_operand,
     member,
-    require_present,
 )
 from nmm_compiler.simulator.isa.operators import Takes
 from nmm_compiler.simulator.isa.poison import Flow, spread
@@ -290,7 +289,7 @@ class Row:
             arguments[role] = call.integer(role, arguments[role], allowed)
         if arguments.get("priority") is not None:  # the class of service of a DMA
             call.integer("priority", arguments["priority"], range(4))
-            require_present(call, "dma priority")
+            call.machine.require("dma priority")
         for role in self.registers:
             given = arguments[role]
             says = f"{role} is {type(given).__name__}; pass a register"
@@ -301,7 +300,7 @@ class Row:
 
     def _check(self, call: Call) -> None:
         """Check the operands against the row."""
-        require_present(call, self.op)
+        call.machine.require(self.op)
         for role in self.roles:
             for view in call.each(role):
                 if not (view is None and role in self.optional):
@@ -413,7 +412,7 @@ class Row:
         """Check what the engine decides, and that nothing is overwritten before it is read."""
         if not call.engine:
             call.engine = call.choose() if len(self.engines) > 1 else self.engines[0]
-        require_present(call, f"{self.op}(engine={call.engine})")
+        call.machine.require(f"{self.op}(engine={call.engine})")
         self._check_operators(call)
         written, read = call.tensors(self.writes), call.tensors(self.reads)
         for _, dst in written:  # a broadcast dst is legal: the last one of several elements stays

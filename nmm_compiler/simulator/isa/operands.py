@@ -21,7 +21,6 @@ from nmm_compiler.simulator.tensors.elements import positions
 from nmm_compiler.simulator.tensors.registers import VirtualRegister
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 from nmm_compiler.simulator.trace import Access
-from nmm_compiler.targets import Target, oldest_with
 
 SBUF = ("sbuf",)
 PSUM = ("psum",)
@@ -195,25 +194,6 @@ def indirect_operand(call: Call, role: str, view: NkiTensor, allowed: Sequence[s
             "of 32, the same for what is read of SBUF",
         )
     call.reads.append(index.access())
-
-
-def require_present(call: Call, what: str, remedy: str = "") -> None:
-    """Check that the target has an instruction, or a form of one as `absent_forms` names it."""
-    require(call, what, lambda t: what not in (*t.absent_instructions, *t.absent_forms), remedy)
-
-
-def require(call: Call, what: str, has: Callable[[Target], bool], remedy: str = "") -> None:
-    """Check that the target has `what`: an instruction, or a mode of one.
-
-    remedy: what to do on this target, a newer one unless said.
-    """
-    if not has(call.machine.target):
-        needed = oldest_with(has)
-        call.machine.rule(
-            OperandError,
-            f"nisa.{what} needs {needed} or newer, the target is {call.machine.target.name}; "
-            + (remedy or f'pass target="{needed}"'),
-        )
 
 
 def _addresses(view: NkiTensor, unit: int) -> np.ndarray:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from nmm_compiler.errors import UnsupportedInstructionError, closest
-from nmm_compiler.simulator.isa.operands import Call, require_present
+from nmm_compiler.simulator.isa.operands import Call
 
 _F = np.float32
 
@@ -228,7 +228,7 @@ class Takes:
         says = f"nl.{found.name} is {problem}"
         call.need(not problem, says, UnsupportedInstructionError)
         if self.part == "alu" and found.name in _YOUNG:
-            require_present(call, "nl.abs_max, nl.abs_min, nl.square, nl.relu on the ALU")
+            call.machine.require("nl.abs_max, nl.abs_min, nl.square, nl.relu on the ALU")
         return found
 
 

@@ -19,7 +19,6 @@ from nmm_compiler.simulator.isa.operands import (
     SBUF,
     Call,
     check_dtype,
-    require_present,
 )
 from nmm_compiler.simulator.isa.values import F32, f32, put, scalar_value
 from nmm_compiler.simulator.machine import CURRENT, current
@@ -89,7 +88,7 @@ def rand_get_state(call: Call, dst: Any, engine: Any = engine.gpsimd) -> Steps:
     """Store an engine's generator state: what was last set, or zeros."""
     machine, chosen = call.machine, _check_state(call, dst)
     if dst.memory == "psum":
-        require_present(call, "rand_get_state(dst in PSUM)")
+        machine.require("rand_get_state(dst in PSUM)")
     yield {}
     known = machine.accumulators.get("random " + chosen)
     if known is None or known.size != dst.size:

@@ -16,7 +16,7 @@ from nmm_compiler.errors import HazardError, KernelArgumentError
 from nmm_compiler.simulator.isa import poison
 from nmm_compiler.simulator.isa.enums import engine, matmul_perf_mode
 from nmm_compiler.simulator.isa.instruction import Steps, instruction
-from nmm_compiler.simulator.isa.operands import PSUM, SBUF, Call, require, require_present
+from nmm_compiler.simulator.isa.operands import PSUM, SBUF, Call
 from nmm_compiler.simulator.isa.values import F32, accumulate_product, f32
 from nmm_compiler.simulator.tensors.dtypes import FLOAT8, FLOATS
 from nmm_compiler.simulator.tensors.elements import put, read
@@ -161,7 +161,7 @@ def nc_matmul(
 def _check_double_row(
     call: Call, stationary: NkiTensor, moving: NkiTensor, is_transpose: bool
 ) -> None:
-    require(call, "nc_matmul(perf_mode=double_row)", lambda t: t.fp8_double_row)
+    call.machine.require("nc_matmul(perf_mode=double_row)", flag="fp8_double_row")
     call.need(not is_transpose, "perf_mode=double_row with is_transpose; transpose without it")
     for view in (stationary, moving):
         call.need(
@@ -186,7 +186,7 @@ def _check_operand_dtypes(
         f"operands are {', '.join(sorted(_OPERANDS))}",
     )
     if "float8_e4m3fn" in kinds:
-        require_present(call, "nc_matmul of float8_e4m3fn", "use float8_e4m3")
+        call.machine.require("nc_matmul of float8_e4m3fn", "use float8_e4m3")
     if not is_transpose:
         one_width = not kinds & _WIDE or kinds <= _WIDE
         call.need(

@@ -346,10 +346,7 @@ class NkiTensor(NKIObject):
 
     def indirect(self, index: NkiTensor, num_elem: int | None = None) -> NkiTensor:
         """Return columns chosen at run time (tensor indirection, trn3 and later)."""
-        machine = current()
-        form = "tensor indirection (.indirect)"
-        if form in machine.target.absent_forms:
-            machine.rule(OperandError, f"{form} needs trn3, the target is {machine.target.name}")
+        current().require("tensor indirection (.indirect)")
         count = index.size if num_elem is None else num_elem
         chosen = Indirection("columns", 1, index, self.strides[-1], self.free_size)
         return self.over((self.geometry.dims[0], (count, 1)), index=chosen)
