@@ -172,11 +172,6 @@ def _in_parts(issue: Body, dst: NkiTensor, **given: Any) -> None:
 # Instructions whose row says all
 
 
-def _row(short: str) -> Any:
-    """Return the row of an instruction; activation_reduce is a form of activation."""
-    return current_isa.INSTRUCTIONS.get(ISSUE[short].__name__) or _row("activation")
-
-
 def _result_shape(row: Any, role: str, data: Shape) -> Shape:
     """Return the shape of the destination of a row for the shape of an operand."""
     terms = row.terms
@@ -229,7 +224,7 @@ _WIDE = ("float32", "tfloat32", "int32", "uint32")
 
 def elementwise(name: str, short: str, **given: Any) -> Tensor:
     """Return the result of a function of nki.language that is one instruction."""
-    return by_row(name, _row(short), functools.partial(_in_parts, ISSUE[short]), "", given)
+    return by_row(name, ISSUE[short], functools.partial(_in_parts, ISSUE[short]), "", given)
 
 
 def by_row(name: str, row: Any, issue: Body, rule: str, given: Arguments) -> Any:
@@ -526,6 +521,9 @@ _OWN: dict[str, Body] = {
     "tensor_reduce": _reduced, "local_gather": _gathered, "nc_matmul": product,
     "nc_transpose": transposed, "dma_transpose": _dma_transposed, "dma_copy": dma_copied,
     "affine_select": _selected, "iota": _expression, "memset": filled,
+    "activation_reduce": lambda name, **given: by_row(
+        name, ISSUE["activation"], ISSUE["activation_reduce"], "", given
+    ),
 }  # fmt: skip
 
 
@@ -595,7 +593,7 @@ def _refused(name: str, **given: Any) -> Any:
 def _body(short: str, function: Function) -> Body:
     if short in _OWN:
         return _OWN[short]
-    return lambda name, **given: by_row(name, _row(short), ISSUE[short], function.result, given)
+    return lambda name, **given: by_row(name, ISSUE[short], ISSUE[short], function.result, given)
 
 
 NAMES: dict[str, Any] = functions_of("isa", "nisa", _body)
