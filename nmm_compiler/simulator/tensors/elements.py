@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from nmm_compiler.errors import HazardError, OutOfBoundsError
-from nmm_compiler.simulator.machine import Machine, current, kernel_frame
+from nmm_compiler.simulator.machine import current, kernel_frame
 from nmm_compiler.simulator.tensors.dtypes import cast
 from nmm_compiler.simulator.tensors.registers import VirtualRegister
 
@@ -175,7 +175,11 @@ def note_unwritten(view: NkiTensor, mask: np.ndarray, what: str = "") -> None:
         f"view {view.shape}"
     )
     if what:
-        refuse_poison(machine, what, origin, mask)
+        machine.rule(
+            HazardError,
+            f"{int(mask.sum())} of {mask.size} elements of {what} depend on memory that nothing "
+            f"has written: {origin}; write them first (memset, dma_copy)",
+        )
     else:
         machine.poisoned.append((view, mask, origin))
 
@@ -184,15 +188,6 @@ def poisoned_values(view: NkiTensor, values: np.ndarray, mask: np.ndarray) -> np
     """Return a copy of a view's values with NaN, or 4 in integers, where none was written."""
     fill = FILL.get(view.dtype.kind, FILL["int"])
     return np.where(mask, np.asarray(fill, values.dtype), values)
-
-
-def refuse_poison(machine: Machine, what: str, origin: str, mask: np.ndarray) -> None:
-    """Refuse a use that needs known values, naming the read that they come from."""
-    machine.rule(
-        HazardError,
-        f"{int(mask.sum())} of {mask.size} elements of {what} depend on memory that nothing has "
-        f"written: {origin}; write them first (memset, dma_copy)",
-    )
 
 
 _USES = np.dtype([("written", np.int32, 2), ("read", np.bool_, 2)])
