@@ -34,15 +34,15 @@ def assign_layouts(c: Canonical, matches: list[Match]) -> None:
     Raises ValueError where they do not agree: a call that reads [features, tokens] gets such a
     result.
     """
-    calls = [m.data for m in matches if isinstance(m.data, Call)]
-    readers: dict[Key, list[Call]] = {}
-    for call in calls:
+    matches = [match for match in matches if isinstance(match.data, Call)]
+    calls: list[Call] = [match.data for match in matches]
+    readers: dict[Key, list[Match]] = {}
+    for match, call in zip(matches, calls, strict=True):
         for one in (call, *call.members) if call.source.is_col() else ():
             one.x_layout = "col"
-        readers.setdefault(c.base(call.source.key)[0], []).append(call)
-    for match in matches:
-        call = match.data
-        if isinstance(call, Call) and call.is_whole and call.final not in readers:
+        readers.setdefault(c.base(call.source.key)[0], []).append(match)
+    for match, call in zip(matches, calls, strict=True):
+        if call.is_whole and call.final not in readers:
             with c.faults.guard("absorbing a transpose into", match.node, LAYOUT):
                 _absorb_transpose(c, match)
     for call in calls:
@@ -58,16 +58,16 @@ def assign_layouts(c: Canonical, matches: list[Match]) -> None:
             raise ValueError(f"{call.final.name} is turned, and changed outside of its kernel")
 
 
-def _decide(c: Canonical, result: Call, readers: list[Call]) -> None:
+def _decide(c: Canonical, result: Call, readers: list[Match]) -> None:
     """Choose the layout of a result that these calls read."""
     if c.effects.is_written(result.final):
         return
-    fitting = [one for one in readers if source_over_raw(c, result, one.source) is not None]
-    covered = {node for reader in fitting for node in reader.covered}
+    fitting = [one for one in readers if source_over_raw(c, result, one.data.source) is not None]
+    covered = {node for match in fitting for node in match.nodes}
     only_read_so = bool(fitting) and all(user in covered for _, user in readings(c, result.final))
     if only_read_so or is_col(result.out_dims, result.n):
         result.out_layout = "col"
-        for reader in fitting:
+        for reader in (match.data for match in fitting):
             reader.turned = True
             for one in (reader, *reader.members):  # each has token axes of its own
                 one.source = source_over_raw(c, result, one.source) or one.source
@@ -97,8 +97,7 @@ def _absorb_transpose(c: Canonical, match: Match) -> None:
         if not c.effects.storages(node) & c.effects.storages(match.node):
             call.final, call.out_dims = node, dims
             match.node = node
-            match.nodes = match.nodes | frozenset(passed)
-            call.covered = match.nodes
+            match.nodes |= frozenset(passed)
             return
 
 

@@ -329,7 +329,6 @@ class Call:
     source: Source
     final: fx.Node
     out_dims: Dims
-    covered: frozenset[fx.Node] = frozenset()
     activation: str = "identity"
     members: tuple[Call, ...] = ()
     format: str = ""
@@ -363,9 +362,7 @@ class Call:
         ]
         source = best_source(c, first.x, first.x_dims, first.weight.k, final)
         given: dict[str, Any] = {"source": source, "note": note, **more}
-        call = cls(op, (*chains,), final=final, out_dims=out_dims, **given)
-        call.covered = covered(c, final, call.keys())
-        return call
+        return cls(op, (*chains,), final=final, out_dims=out_dims, **given)
 
     @classmethod
     def of_chain(cls, c: Canonical, chain: Chain, op: str = "lowrank_matmul", **more: Any) -> Call:
@@ -377,11 +374,9 @@ class Call:
     def of_several(cls, op: str, members: Sequence[Call]) -> Call:
         """Return the call of several results that calls of one x become, whose weights are stored
         alike."""
-        first, *others = members
         return dataclasses.replace(
-            first, op=op, chains=tuple(one.chain for one in members), members=tuple(members),
-            activation="identity", covered=first.covered.union(*(one.covered for one in others)),
-            said={}, ends={},
+            members[0], op=op, chains=tuple(one.chain for one in members), members=tuple(members),
+            activation="identity", said={}, ends={},
         )  # fmt: skip
 
     @property
@@ -400,6 +395,10 @@ class Call:
         if self.format:
             return _OF_BASES[self.op]
         return self.op + SUFFIX * any(one.bits for one in self.chains)
+
+    def covered(self, c: Canonical) -> frozenset[fx.Node]:
+        """Return the nodes that compute the results from what the call reads."""
+        return frozenset().union(*(covered(c, one.final, one.keys()) for one in self.results()))
 
     def results(self) -> tuple[Call, ...]:
         """Return one call per result, each with a layout of its own."""

@@ -186,14 +186,14 @@ class KernelRule(Rule):
 
     def matched(self, graph: Canonical, call: Any) -> Match | Refusal:
         """Return the match of a call that may stand at its last result, or why there is none."""
-        ends = [one.final for one in call.results()]
-        why = refuse(graph, call.covered, ends[-1], call.keys(), also_final=ends)
+        ends, nodes = [one.final for one in call.results()], call.covered(graph)
+        why = refuse(graph, nodes, ends[-1], call.keys(), also_final=ends)
         if why is not None:
             return why
         match = Match(
             rule=self.name,
             node=call.final,
-            nodes=call.covered,
+            nodes=nodes,
             data=call,
             info=call.info(),
             notes=call.notes(graph),

@@ -34,7 +34,7 @@ from nmm_compiler.passes.chains.chain import (
     read_projection,
     same_tokens,
 )
-from nmm_compiler.passes.chains.safety import Refusal, call_ways, covered, real_users
+from nmm_compiler.passes.chains.safety import Refusal, call_ways, real_users
 from nmm_compiler.passes.emit.calls import Call, with_base
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import (
@@ -210,7 +210,6 @@ class CorrectedMLP(KernelRule):
             gate, op="gated_mlp", chains=linears, final=node, out_dims=out_dims,
             activation=activation,
         )  # fmt: skip
-        whole.covered = covered(graph, node, whole.keys())
         pair = Call.of_several("lowrank_matmul_shared_x", (gate, up))
         separate = sum(call_ways(graph, one.spec(graph)).fused for one in (pair, calls[2]))
         match = self.matched(graph, whole)

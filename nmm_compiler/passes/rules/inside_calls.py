@@ -178,7 +178,7 @@ class ResidualInside(Rule):
                 call = match.data
                 del by_result[call.final]
                 call.final = match.node = node
-                call.covered = match.nodes = match.nodes | nodes
+                match.nodes |= nodes
                 call.out_dims, call.ends["residual"] = dims, residual
                 match.kind += " residual"
         return out
