@@ -279,20 +279,9 @@ def matches_are_apart(attempt: Attempt) -> None:
                 raise ValueError(both)
 
 
-def _new_folder(path: str) -> Path | None:
-    """Return a new folder, `graph000` and so on, of the graph at a path in that of the option; None
-    without the option."""
-    directory = setting("NMM_DUMP")
-    if directory is None:
-        return None
-    base = Path(directory).expanduser()
-    folder = base / (f"graph{len([*base.glob('graph*')]):03d}" + (f"_{path}" if path else ""))
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
 def _dump(folder: Path, step: str, attempt: Attempt) -> None:
-    """Write `<number>_<step>.py`: what was found as comments, then the code of the graph."""
+    """Write `<number>_<path of the graph>_<step>.py` behind the files of the folder: what was found
+    as comments, then the code of the graph."""
     entries = [str(match) for match in attempt.matches]
     if step == "read":
         entries += [f"{key.name}: {form}" for key, form in attempt.c.forms.items()]
@@ -302,7 +291,9 @@ def _dump(folder: Path, step: str, attempt: Attempt) -> None:
     entries += [f"declined: {one}" for one in attempt.result.declined]
     lines = [f"# {line}" for line in "\n".join([f"after {step}", *entries]).splitlines()]
     code = attempt.module.graph.python_code("self").src.strip()
-    file = folder / f"{len(list(folder.iterdir())):02d}_{step}.py"
+    folder.mkdir(parents=True, exist_ok=True)
+    words = (f"{len([*folder.iterdir()]):03d}", attempt.run.faults.graph, step)
+    file = folder / ("_".join(filter(None, words)) + ".py")
     file.write_text("\n".join([*lines, "", code, ""]), encoding="utf-8")
 
 
@@ -338,18 +329,18 @@ PASSES: tuple[Callable[[Attempt], None], ...] = (
 """The steps of a rewrite, in order: the built-in rules at once, then each rule of a user."""
 
 
-def apply(attempt: Attempt, rules: tuple[Rule, ...], folder: Path | None) -> bool:
+def apply(attempt: Attempt, rules: tuple[Rule, ...]) -> bool:
     """Rewrite by built-in rules, or by one of a user; False when a place had to be dropped.
 
     Raises BrokenRuleError for a user's rule that fails or breaks the graph.
     """
-    attempt.rules = rules
+    attempt.rules, folder = rules, setting("NMM_DUMP")
     for step in PASSES:
         step(attempt)
         if attempt.dropped:
             return False
         if folder is not None:
-            _dump(folder, step.__name__, attempt)
+            _dump(Path(folder).expanduser(), step.__name__, attempt)
     return True
 
 
@@ -561,7 +552,6 @@ class _Run:
                 children[name] = self.graph(child, inputs, f"{path}.{name}".lstrip("."), kinds)
             values = read
         self.faults.graph = path
-        folder = _new_folder(path)
         whole = False
         while not whole:
             module, new = copy_graph(original)
@@ -573,7 +563,7 @@ class _Run:
             own = {new[node]: value for node, value in values.items()}
             attempt, values = Attempt(module, own, self, stored, example_inputs, result), None
             with self.faults.guard("rewriting the graph that ends at", last):
-                whole = all(apply(attempt, rules, folder) for rules in self.segments)
+                whole = all(apply(attempt, rules) for rules in self.segments)
                 values = read if len(self.faults.found) <= _MOST_FAULTS else None
         self.result.add(result)
         module.recompile()
