@@ -39,7 +39,7 @@ from nmm_compiler.passes.graph.canonical import (
     once,
     owner_of,
 )
-from nmm_compiler.passes.graph.effects import region_edge
+from nmm_compiler.passes.graph.effects import ANYTHING, region_edge
 from nmm_compiler.passes.graph.read_graph import is_distributed
 from nmm_compiler.passes.graph.torch_names import target_name
 from nmm_compiler.passes.graph.written import is_alone
@@ -251,7 +251,11 @@ def crossed(
         return Refusal("region", "the chain stands inside a functorch transform", final)
     # a graph whose weights are inputs has views of x that count as weights
     start, end = min(effects.position[n] for n in nodes or covered), effects.position[final]
-    barrier = effects.crossed(start, end, [*covered, *map(owner_of, keys)], nodes)
+    stops = [n for n in (*effects.edges, *effects.writers) if start < effects.position[n] < end]
+    read = (*covered, *map(owner_of, keys))
+    touched = ANYTHING.union(*map(effects.storages, read)) if stops else frozenset()
+    kept = [n for n in stops if n in effects.edges or effects.writers[n] & touched]
+    barrier = min({*kept} - nodes, key=effects.position.__getitem__, default=None)
     if barrier is None:
         return None
     if barrier in effects.edges:

@@ -148,14 +148,3 @@ class Effects:
         """Return whether anything in the graph writes the memory that a value of these lives in."""
         own = ANYTHING.union(*map(self.storages, nodes)) if self.writers else frozenset()
         return any(storages & own for storages in self.writers.values())
-
-    def crossed(
-        self, start: int, end: int, nodes: Iterable[Node], allowed: Collection[Node] = ()
-    ) -> Node | None:
-        """Return what stands strictly between two positions and concerns the memory of `nodes`: the
-        edge of a region, or a write that is not allowed."""
-        position = self.position
-        stops = [n for n in (*self.edges, *self.writers) if start < position[n] < end]
-        touched = ANYTHING.union(*map(self.storages, nodes)) if stops else frozenset()
-        kept = [n for n in stops if n in self.edges or self.writers[n] & touched]
-        return min({*kept} - {*allowed}, key=position.__getitem__, default=None)
