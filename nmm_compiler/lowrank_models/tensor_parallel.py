@@ -120,17 +120,21 @@ def tensor_parallel_plan(
     return plan
 
 
-def linear_roles(model: nn.Module) -> dict[str, str]:
+def linear_roles(model: nn.Module, usual: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the linears of a model that are cut, by name: "colwise", "rowwise" or "head".
 
     A head is cut by columns, and its result is gathered. Empty for a model without a plan of
-    transformers.
+    transformers. usual: the roles of linears inside of layers by the last part of their names, for
+    those that the plan leaves out.
     """
     plan: Mapping[str, str] = getattr(model, "_tp_plan", None) or {}
     patterns = [
         (re.compile(r"(^|\.)" + re.escape(one).replace(r"\*", r"\d+") + "$"), role)
         for one, role in plan.items()
+        if role in ("colwise", "rowwise", *_HEADS)
     ]
+    if plan and usual:
+        patterns += [(re.compile(rf"\.\d+\.(.*\.)?{one}$"), usual[one]) for one in usual]
     roles = {}
     layers = lowrank_layers(model)
     for name, module in model.named_modules():

@@ -24,7 +24,6 @@ products and a collective.
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -209,9 +208,7 @@ def shard(model: MetaModel, tp: int) -> None:
     Each core has at least one key and value head, and as many query heads as belong to it. Raises
     ModelError for a model without a tensor-parallel plan.
     """
-    found = linear_roles(model.module)
-    if getattr(model.module, "_tp_plan", None):
-        found = {**_usual_roles(model.module), **found}
+    found = linear_roles(model.module, _USUAL)
     parents = {name: model.module.get_submodule(name.rpartition(".")[0]) for name in found}
     heads = {parent: _heads(parent, tp) for parent in {*parents.values()}}  # before any is cut
     for name, role in found.items():
@@ -220,13 +217,6 @@ def shard(model: MetaModel, tp: int) -> None:
         raise ModelError(
             f"{model.name} has no tensor-parallel plan that says how its linears are cut; use tp=1"
         )
-
-
-def _usual_roles(model: nn.Module) -> dict[str, str]:
-    """Return how the linears inside of layers are cut that are called as everybody calls them."""
-    layers = [name for name, one in model.named_modules() if isinstance(one, nn.Linear)]
-    roles = {name: _USUAL.get(name.rpartition(".")[2], "") for name in layers}
-    return {name: role for name, role in roles.items() if role and re.search(r"\.\d+\.", name)}
 
 
 def _heads(parent: nn.Module, tp: int) -> tuple[int, int, int] | None:
