@@ -37,6 +37,7 @@ from nmm_compiler.lowrank_models.modules import (
     QuantizedLinear,
     distinct_modules,
     is_conv1d,
+    lowrank_layers,
     sizes_of,
 )
 from nmm_compiler.lowrank_models.report import Skipped
@@ -143,10 +144,8 @@ def find_sites(
     skipped: list[Skipped] = []
     seen: dict[str, str] = {}
     unmatched = list(wanted)
-    inside: set[int] = set()
+    inside = {id(part) for one in lowrank_layers(model).values() for part in one.children()}
     for module, names in modules:
-        if isinstance(module, LowRankLinear):
-            inside.update((id(module.down), id(module.up), id(module.base)))
         read = None if id(module) in inside else _read(module)
         if read is None:
             continue
