@@ -233,16 +233,6 @@ def _filled(tensor: Tensor, dim: int, step: int) -> Tensor:
     return functional.pad(tensor, zeros).contiguous()
 
 
-def _parts(layer: nn.Module, weight: str) -> tuple[Any, Any, Any]:
-    """Return the factors, the base and the dense tensor of a weight, None for what it has not.
-
-    They are "gate_up_factors", "gate_up_base" and "gate_up_proj" of a layer.
-    """
-    names = (weight.replace("_proj", end) for end in ("_factors", "_base", "_proj"))
-    factors, base, dense = (getattr(layer, name, None) for name in names)
-    return factors, base, dense
-
-
 class CompressedExperts(nn.Module):
     """A layer of experts with stacks of few bits, factors, or both, made of a dense one by
     `install`.
@@ -284,7 +274,10 @@ def _call(layer: Any, dtype: torch.dtype) -> tuple[dict[str, Any], list[str]]:
     formats = []
     for name, weight in zip(("gate_up", "down"), _projections(layer), strict=True):
         arguments |= dict.fromkeys([f"{name}_{end}" for end in ("bias", "scale", "u", "v")])
-        factors, base, dense = _parts(layer, weight)
+        # such as gate_up_factors, gate_up_base and gate_up_proj: what the weight has of these
+        names = (weight.replace("_proj", end) for end in ("_factors", "_base", "_proj"))
+        parts: list[Any] = [getattr(layer, part, None) for part in names]
+        factors, base, dense = parts
         if layer.has_bias:
             arguments[f"{name}_bias"] = getattr(layer, f"{weight}_bias")
         if factors is not None:
