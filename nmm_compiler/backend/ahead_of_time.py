@@ -29,10 +29,10 @@ from torch._dynamo.aot_compile_types import (
 from nmm_compiler.backend.report import CompileReport, publish
 from nmm_compiler.cache.archive import pack, unpack
 from nmm_compiler.cache.entry import Entry, make
-from nmm_compiler.cache.foreign import check_shape
+from nmm_compiler.cache.foreign import check_sources
 from nmm_compiler.cache.store import Store
 from nmm_compiler.codegen import tuned
-from nmm_compiler.codegen.build import SOURCE_FILE, asked, check_foreign
+from nmm_compiler.codegen.build import SOURCE_FILE, asked
 from nmm_compiler.errors import ModelError
 from nmm_compiler.ops.call_options import executor_name
 from nmm_compiler.options import Options
@@ -126,10 +126,9 @@ def take(kernels: bytes, options: Options) -> None:
 
     Raises DamagedEntryError, CacheTrustError for bytes that are no archive of kernels.
     """
-    store = Store.for_kernels(options, check=check_foreign)
-    for entry in list(unpack(io.BytesIO(kernels), "the kernels of a compiled file")):
-        source = entry.files.get(SOURCE_FILE, "")  # "" of a tuning
-        check_shape(SOURCE_FILE, source)
-        check_foreign(SOURCE_FILE, source)
+    store = Store.for_kernels(options)
+    place = "the kernels of a compiled file"
+    for entry in list(unpack(io.BytesIO(kernels), place)):
+        check_sources(entry, place)
         store.get_or_build(entry.key, functools.partial(dict, entry.files), entry.meta)
     tuned.forget()

@@ -20,7 +20,9 @@ import builtins
 import functools
 from collections.abc import Iterator
 
+from nmm_compiler.cache.entry import Entry
 from nmm_compiler.errors import CacheTrustError
+from nmm_compiler.nki_api.lint import check_source
 
 BUILTINS = frozenset(
     {
@@ -101,6 +103,19 @@ def check_shape(name: str, text: str) -> None:
                 f"{name}, line {getattr(node, 'lineno', 0)}: {reason}, which no kernel file of a "
                 "cache entry has"
             )
+
+
+def check_sources(entry: Entry, origin: str) -> None:
+    """Raise CacheTrustError unless each Python source of an entry from elsewhere is a kernel
+    that the lint passes."""
+    for name, text in entry.files.items():
+        try:
+            if name.endswith(".py"):
+                check_shape(name, text)
+                check_source(text, filename=name)
+        except Exception as error:  # the lint may fail in any way; the reason goes on, raised
+            what = f"{name} of entry {entry.key.digest[:12]} from {origin}"
+            raise CacheTrustError(f"{what} was refused: {error}") from error
 
 
 # Checks a source once in a process, before it runs; raises as `check_shape`.

@@ -26,7 +26,7 @@ from nmm_compiler.cache import archive
 from nmm_compiler.cache.disk import OLDER, Disk
 from nmm_compiler.cache.entry import Entry, make
 from nmm_compiler.cache.explain import Info, compare
-from nmm_compiler.cache.foreign import check_shape
+from nmm_compiler.cache.foreign import check_sources
 from nmm_compiler.cache.key import Key
 from nmm_compiler.cache.remote import Remote
 from nmm_compiler.errors import (
@@ -41,15 +41,10 @@ from nmm_compiler.outputs import write
 REMOTE_FAILURES = 3  # in a row, after which this process stops asking; one timeout will do
 Files = Mapping[str, str]
 Meta = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
-Check = Callable[[str, str], None]
 
 
 class Store:
-    """One cache: a directory (None: only memory), a mode, a bound in bytes, maybe a shared store.
-
-    check(file name, text) is run on each Python source that comes from the shared store or from
-    an archive, and raises to refuse it; without one, nothing is taken from there.
-    """
+    """One cache: a directory (None: in memory), a mode, a bound in bytes, maybe a shared store."""
 
     def __init__(
         self,
@@ -57,12 +52,10 @@ class Store:
         mode: str = "rw",
         max_bytes: int = 1 << 30,
         remote: str | None = None,
-        *,
-        check: Check | None = None,
     ) -> None:
         self.directory = Path(os.path.abspath(directory or os.devnull))
         self.mode = "ro" if directory is None and mode == "rw" else mode
-        self.writing, self.max_bytes, self.check = self.mode == "rw", max_bytes, check
+        self.writing, self.max_bytes = self.mode == "rw", max_bytes
         self.remote = Remote(remote) if remote else None
         self._disk = Disk(self.directory if directory and mode != "off" else None, self.writing)
         self._held: dict[str, Entry] = {}
@@ -78,13 +71,7 @@ class Store:
             ) from None
 
     @classmethod
-    def open(
-        cls,
-        options: options_module.Options | None = None,
-        *,
-        check: Check | None = None,
-        on_disk: bool = True,
-    ) -> Store:
+    def open(cls, options: options_module.Options | None = None, *, on_disk: bool = True) -> Store:
         """Return the process-wide store for these options; the environment fills what is unset.
 
         Raises CacheTrustError when the directory is one that others could write.
@@ -95,24 +82,20 @@ class Store:
             options_module.cache_max_bytes(),
             options_module.setting("NMM_REMOTE_CACHE"),
         )
-        store = _OPEN.get(settings) or _OPEN.setdefault(settings, cls(*settings))
-        store.check = check or store.check
-        return store
+        return _OPEN.get(settings) or _OPEN.setdefault(settings, cls(*settings))
 
     @classmethod
-    def for_kernels(
-        cls, options: options_module.Options | None = None, *, check: Check | None = None
-    ) -> Store:
+    def for_kernels(cls, options: options_module.Options | None = None) -> Store:
         """Return `open`'s store, or one in memory, with one warning, if its directory is refused.
 
         Mode "require" raises what `open` raises: such a process must not build.
         """
         try:
-            return cls.open(options, check=check)
+            return cls.open(options)
         except CacheTrustError as error:
             if options_module.cache_mode(options) == "require":
                 raise
-            store = cls.open(options, check=check, on_disk=False)
+            store = cls.open(options, on_disk=False)
             if store.mode != "off":
                 store._warn(
                     f"{error}. Until then kernels are kept in memory, prices too, and the next "
@@ -198,7 +181,7 @@ class Store:
         try:
             entry = self.remote.get(digest)
             if entry is not None:
-                self._check_sources(entry, str(self.remote))
+                check_sources(entry, str(self.remote))
         except Exception as error:  # filesystems raise what they like; the build goes on without
             # A timeout cost seconds already.
             self._remote_failures += REMOTE_FAILURES if isinstance(error, TimeoutError) else 1
@@ -211,23 +194,6 @@ class Store:
             return None
         self._remote_failures = 0  # it answers: "no such entry" is an answer too
         return self._keep(entry) if entry is not None else None
-
-    def _check_sources(self, entry: Entry, origin: str) -> None:
-        """Raise CacheTrustError unless each Python source of an entry from elsewhere is a kernel
-        and passes `check`."""
-        what = f"entry {entry.key.digest[:12]} from {origin}"
-        if self.check is None:
-            raise CacheTrustError(
-                f"{what} is code and nobody gave a check for it; pass Store(..., check=...), as "
-                "nmm_compiler.build_kernel does"
-            )
-        for name, text in entry.files.items():
-            try:
-                if name.endswith(".py"):
-                    check_shape(name, text)
-                    self.check(name, text)
-            except Exception as error:  # a check may refuse in any way; the reason goes on, raised
-                raise CacheTrustError(f"{name} of {what} was refused: {error}") from error
 
     def _keep(self, entry: Entry) -> Entry:
         """Publish an entry where the mode and the disk permit it, else hold it in memory."""
@@ -350,10 +316,10 @@ class Store:
         """
         self._need_writing("import")
         for entry in archive.read(Path(path)):
-            self._check_sources(entry, str(path))
+            check_sources(entry, str(path))
         taken = 0
         for entry in archive.read(Path(path)):
-            self._check_sources(entry, str(path))
+            check_sources(entry, str(path))
             if self._local(entry.key.digest) is None:
                 if self._keep(entry).directory is None:
                     raise CacheError(f"{entry.key} of {path} cannot be kept in {self.directory}")

@@ -20,7 +20,7 @@ from nmm_compiler.cache.explain import Info, explain
 from nmm_compiler.cache.key import Key, short
 from nmm_compiler.cache.store import Store
 from nmm_compiler.cli import models, values
-from nmm_compiler.codegen.build import SOURCE_FILE, asked, build_kernel, check_foreign
+from nmm_compiler.codegen.build import SOURCE_FILE, asked, build_kernel
 from nmm_compiler.codegen.build_many import Request, fill, request_of
 from nmm_compiler.errors import CacheError, NmmError, UnknownNameError, user_file_error
 from nmm_compiler.kernels import FAMILIES
@@ -162,11 +162,11 @@ def clear(
 
 
 def open_store(mode: str | None = None) -> Store:
-    """Return the store of the environment, with lint as its check.
+    """Return the store of the environment.
 
     Raises CacheTrustError for a directory that others can write.
     """
-    return Store.open(Options(cache=mode), check=check_foreign)
+    return Store.open(Options(cache=mode))
 
 
 def _rebuild(entry: Entry) -> dict[str, str] | None:

@@ -18,13 +18,7 @@ from typing import Any
 
 from nmm_compiler.cache.key import Key
 from nmm_compiler.cache.store import Store
-from nmm_compiler.codegen.build import (
-    Kernel,
-    asked,
-    build_kernel,
-    built_or_found,
-    check_foreign,
-)
+from nmm_compiler.codegen.build import Kernel, asked, build_kernel, built_or_found
 from nmm_compiler.codegen.workers import Submits, Task, Workers, cores, run
 from nmm_compiler.errors import CacheError, NmmError, SpecError
 from nmm_compiler.kernels import FAMILIES
@@ -113,7 +107,7 @@ def fill_cache(
     CacheMissError, naming all that is missing, in cache mode "require".
     """
     made = options or Options()
-    store = Store.for_kernels(made, check=check_foreign)
+    store = Store.for_kernels(made)
     wanted = {asked(spec, target, options=made).key: spec for spec in specs}
     keys = store.missing(list(wanted))
     if keys and store.mode == "require":
@@ -151,7 +145,7 @@ def fill(
 
     missing = each(
         build_one, wanted, lambda spec, target: request_text(spec, target, made), took,
-        store=Store.open(made, check=check_foreign), executor=executor, jobs=jobs,
+        store=Store.open(made), executor=executor, jobs=jobs,
         progress=progress,
     )  # fmt: skip
     answers = list(done.values())

@@ -15,7 +15,6 @@ from typing import Any
 
 from nmm_compiler.cache.key import Key
 from nmm_compiler.cache.store import Store
-from nmm_compiler.codegen.build import check_foreign
 from nmm_compiler.codegen.build_many import Progress, Request, each, request_of, request_text
 from nmm_compiler.codegen.choose import preference, rank, refusal, search, simulated, timed
 from nmm_compiler.codegen.code_digests import code_digests
@@ -84,7 +83,7 @@ def tune(
         SpecError, CapacityError: a kernel has no legal schedule.
     """
     made = options or Options()
-    store = Store.open(made, check=check_foreign)
+    store = Store.open(made)
     requests = [one if isinstance(one, tuple) else (one, target) for one in specs]
 
     def key(request: Request) -> Key:

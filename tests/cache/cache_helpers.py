@@ -26,10 +26,6 @@ def place(directory, key):
     return directory / disk_module.FOLDER / key.digest
 
 
-def accept(name, text):
-    """A check that has nothing against any source."""
-
-
 def leftovers(directory):
     """Return what is unfinished on disk."""
     names = os.listdir(directory / disk_module.FOLDER)

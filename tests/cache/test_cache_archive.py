@@ -7,7 +7,7 @@ import tarfile
 import tracemalloc
 
 import pytest
-from cache_helpers import Builder, accept, key_of
+from cache_helpers import Builder, key_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +19,7 @@ from nmm_compiler.errors import CacheError, CacheTrustError, DamagedEntryError
 
 @pytest.fixture
 def filled(directory):
-    store = Store(directory, check=accept)
+    store = Store(directory)
     for number in range(3):
         store.get_or_build(key_of(number), Builder(f"y = {number}\n"), {"n": number})
     return store
@@ -34,8 +34,8 @@ def _member(name, data=b"x", kind=tarfile.REGTYPE, link=""):
     return info, data
 
 
-def _good(number=1):
-    entry = make(key_of(number), {"kernel.py": "y = 1\n"}, {})
+def _good(number=1, text="y = 1\n"):
+    entry = make(key_of(number), {"kernel.py": text}, {})
     return [_member(f"{entry.key.digest}/{n}", data) for n, data in entry.contents.items()]
 
 
@@ -43,8 +43,8 @@ def _index(*numbers):
     return _member(archive.INDEX, json.dumps([key_of(n).digest for n in numbers]).encode())
 
 
-def _refused(tmp_path, members, error=CacheError, match=None, check=accept):
-    store, path = Store(tmp_path / "into", check=check), tmp_path / "hostile.tar"
+def _refused(tmp_path, members, error=CacheError, match=None):
+    store, path = Store(tmp_path / "into"), tmp_path / "hostile.tar"
     with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as out:
         for info, data in members:
             out.addfile(info, io.BytesIO(data))
@@ -56,6 +56,7 @@ def _refused(tmp_path, members, error=CacheError, match=None, check=accept):
 
 
 D = key_of(1).digest
+HEAD = "import nki\nimport nki.language as nl\n\n\n@nki.jit\n"
 
 
 # Paths that lead elsewhere.
@@ -122,7 +123,7 @@ def test_sizes_are_bounded_before_anything_is_read(tmp_path):
 
 
 def test_what_is_no_archive_is_refused_and_does_not_hang(tmp_path):
-    store = Store(tmp_path / "into", check=accept)
+    store = Store(tmp_path / "into")
     os.mkfifo(tmp_path / "fifo")
     with pytest.raises(CacheTrustError, match="not a regular file"):
         store.import_(tmp_path / "fifo")
@@ -134,17 +135,15 @@ def test_what_is_no_archive_is_refused_and_does_not_hang(tmp_path):
             store.import_(tmp_path / "x.tar")
 
 
-def test_what_a_check_refuses_is_not_taken(tmp_path):
-    seen = []
-
-    def check(name, text):
-        seen.append((name, text))
-        raise SyntaxError("line 1: open() is not NKI")
-
-    members = [*_good(), _index(1)]
-    _refused(tmp_path, members, CacheTrustError, r"open\(\) is not NKI", check)
-    assert seen == [("kernel.py", "y = 1\n")]
-    _refused(tmp_path, members, CacheTrustError, "nobody gave a check", None)
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("import os\n", "import of os, which no kernel file"),
+        (f"{HEAD}def f(x):\n    return nl.nothing(x)\n", "kernel.py of .* was refused: 1 error"),
+    ],
+)
+def test_a_source_that_is_no_kernel_or_that_the_lint_refuses_is_not_taken(tmp_path, text, match):
+    _refused(tmp_path, [*_good(2), *_good(1, text), _index(2, 1)], CacheTrustError, match)
 
 
 def test_an_archive_cut_anywhere_or_flipped_anywhere(filled, tmp_path):

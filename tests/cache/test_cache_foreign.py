@@ -7,9 +7,8 @@ import pytest
 from cache_helpers import key_of
 
 from nmm_compiler.cache.entry import make
-from nmm_compiler.cache.foreign import check_shape
+from nmm_compiler.cache.foreign import check_shape, check_sources
 from nmm_compiler.cache.store import Store
-from nmm_compiler.codegen.build import check_foreign
 from nmm_compiler.errors import CacheTrustError
 
 HEAD = '"""A kernel."""\n\nimport nki\nimport nki.isa as nisa\nimport nki.language as nl\n\n\n'
@@ -114,7 +113,7 @@ def test_a_kernel_that_writes_files_or_makes_much_of_little(line):
     """Refused by the shape, or by the lint, which knows what names nki has."""
     entry = make(key_of(1), {"kernel.py": _in_body(line)}, {})
     with pytest.raises(CacheTrustError, match=r"line|kernel\.py:"):
-        Store(None, check=check_foreign)._check_sources(entry, "elsewhere")
+        check_sources(entry, "elsewhere")
 
 
 def test_every_name_listed_is_one_of_the_api_or_of_python():

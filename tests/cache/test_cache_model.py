@@ -6,7 +6,7 @@ import tempfile
 import warnings
 from pathlib import Path
 
-from cache_helpers import accept, key_of, place
+from cache_helpers import key_of, place
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -35,7 +35,7 @@ class History(RuleBasedStateMachine):
 
     @property
     def store(self):
-        return Store(self.folder / "cache", check=accept)
+        return Store(self.folder / "cache")
 
     def teardown(self):
         shutil.rmtree(self.folder)

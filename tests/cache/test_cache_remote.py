@@ -10,7 +10,7 @@ import warnings
 
 import fsspec
 import pytest
-from cache_helpers import Builder, accept, key_of
+from cache_helpers import Builder, key_of
 
 from nmm_compiler.cache import archive
 from nmm_compiler.cache import remote as remote_module
@@ -70,7 +70,7 @@ def _object(files, *numbers):
 
 
 def _filled(tmp_path, url):
-    store = Store(tmp_path / "source", remote=url, check=accept)
+    store = Store(tmp_path / "source", remote=url)
     for number in range(3):
         store.get_or_build(key_of(number), Builder(f"y = {number}\n"), {"n": number})
     return store
@@ -86,7 +86,7 @@ def test_push_is_explicit_and_reading_goes_through(tmp_path, url):
     source = _filled(tmp_path, url)
     assert (source.push(), source.push()) == (3, 0)
     build = Builder()
-    reader = Store(tmp_path / "b", remote=url, check=accept)
+    reader = Store(tmp_path / "b", remote=url)
     entry = reader.get_or_build(key_of(1), build)
     assert build.calls == 0
     assert (entry.files, entry.meta) == ({"kernel.py": "y = 1\n"}, {"n": 1})
@@ -112,7 +112,7 @@ def test_reading_modes_use_the_shared_store_and_write_nothing(tmp_path, url, mod
     monkeypatch.setenv("NMM_CACHE_DIR", str(tmp_path / "none"))
     monkeypatch.setenv("NMM_CACHE", mode)
     monkeypatch.setenv("NMM_REMOTE_CACHE", url)
-    store, build = Store.open(check=accept), Builder()
+    store, build = Store.open(), Builder()
     assert store.get_or_build(key_of(1), build).files == {"kernel.py": "y = 1\n"}
     assert store.get(key_of(1)) is store.get(key_of(1))
     assert build.calls == 0
@@ -120,7 +120,7 @@ def test_reading_modes_use_the_shared_store_and_write_nothing(tmp_path, url, mod
 
 
 def _not_taken(tmp_path, url, match):
-    store, build = Store(tmp_path / "victim", remote=url, check=accept), Builder("built = 1\n")
+    store, build = Store(tmp_path / "victim", remote=url), Builder("built = 1\n")
     with pytest.warns(CacheWarning, match=match):
         entry = store.get_or_build(key_of(1), build)
     assert build.calls == 1
@@ -144,12 +144,12 @@ def test_objects_that_are_not_the_entry_or_not_a_kernel(tmp_path, url, data, mat
 
 
 def test_it_is_asked_only_for_a_miss_and_only_where_it_is_declared(tmp_path, server):
-    Store(tmp_path / "a", check=accept).get_or_build(key_of(1), Builder())
+    Store(tmp_path / "a").get_or_build(key_of(1), Builder())
     assert server.asked == []
-    store = Store(tmp_path / "b", remote=server.url, check=accept)
+    store = Store(tmp_path / "b", remote=server.url)
     for _ in range(3):
         assert store.get(key_of(1)).files == {"kernel.py": "y = 1\n"}
-    assert Store(tmp_path / "b", remote=server.url, check=accept).get(key_of(1))
+    assert Store(tmp_path / "b", remote=server.url).get(key_of(1))
     assert len(server.asked) == 1
     assert store.get(key_of(9), remote=False) is None
     with warnings.catch_warnings(action="error"):
@@ -168,7 +168,7 @@ def test_a_failing_server_costs_one_warning_and_three_requests(
     """A timeout costs seconds, so there is only one."""
     monkeypatch.setattr(remote_module, "ENTRY_SECONDS", 0.2)
     vars(server).update(fault)
-    store, build = Store(tmp_path / "b", remote=server.url, check=accept), Builder()
+    store, build = Store(tmp_path / "b", remote=server.url), Builder()
     with pytest.warns(CacheWarning, match="nothing was taken") as caught:
         found = [store.get_or_build(key_of(number), build).files for number in range(5)]
     assert all(found)
@@ -178,7 +178,7 @@ def test_a_failing_server_costs_one_warning_and_three_requests(
 
 
 def test_urls_of_nothing_are_said_without_their_passwords(tmp_path):
-    store = Store(tmp_path / "b", remote="nosuch://user:secret@host/x", check=accept)
+    store = Store(tmp_path / "b", remote="nosuch://user:secret@host/x")
     with pytest.warns(CacheWarning, match="nosuch") as caught:
         assert store.get_or_build(key_of(1), Builder()).files
     assert "secret" not in str(caught[0].message) + str(store)
@@ -192,9 +192,9 @@ def test_a_fifo_and_a_directory_that_is_not_there(tmp_path):
     shared.mkdir(parents=True)
     os.mkfifo(shared / f"{key_of(1).digest}.tar")
     _not_taken(tmp_path, f"file://{tmp_path}/shared", "not a regular file")
-    store = Store(tmp_path / "c", remote=f"file://{tmp_path}/absent", check=accept)
+    store = Store(tmp_path / "c", remote=f"file://{tmp_path}/absent")
     with pytest.warns(CacheWarning, match="absent"):
         assert store.get(key_of(1)) is None
-    shared_store = Store(tmp_path / "c", remote=f"file://{tmp_path}/shared", check=accept)
+    shared_store = Store(tmp_path / "c", remote=f"file://{tmp_path}/shared")
     with warnings.catch_warnings(action="error"):
         assert shared_store.get(key_of(2)) is None  # the directory is there, the entry is not
