@@ -45,7 +45,6 @@ from nmm_compiler.codegen.build_many import fill_cache
 from nmm_compiler.errors import TO_MEND, OptionTypeError, UnknownNameError, no_kernel
 from nmm_compiler.ops import registration, sharding
 from nmm_compiler.ops.backward_calls import backward_calls
-from nmm_compiler.ops.call_options import executor_name
 from nmm_compiler.ops.launches import view_turned
 from nmm_compiler.ops.lower import (
     GraphCall,
@@ -234,11 +233,6 @@ def rewrite(work: Compilation) -> fx.GraphModule:
     work.said["predicted"] = functools.cache(headline)
     with work.tried("no pictures of the graph"):
         work.said["pictures"] = tuple(graph_parts(work.gm, rewritten, matches))
-    executor = executor_name(work.options)
-    for node in _calls_of_matches(rewritten):
-        node.kwargs = {**node.kwargs, "executor": executor}
-    for child in graphs_in(rewritten):
-        child.recompile()
     if work.options.verify and all(map(is_real, work.example_inputs)):
         result.check(*work.example_inputs)
     elif work.options.verify:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from nmm_compiler.ops.call_options import executor_name
 from nmm_compiler.ops.registration import DEFINITIONS
 from nmm_compiler.passes.chains.safety import Refusal, readings, real_users
 from nmm_compiler.passes.graph import views
@@ -88,7 +89,7 @@ class Editor:
         Keywords that equal their default, but for layouts, and those of another op are left out.
         """
         op, definition = getattr(torch.ops.nmm, name).default, DEFINITIONS[name]
-        said = {**given, "target": self.options.target, "executor": self.options.executor}
+        said = {**given, "target": self.options.target, "executor": executor_name(self.options)}
         args = [said.get(one.name) for one in op._schema.arguments if not one.kwarg_only]
         while args and args[-1] is None:
             args.pop()
