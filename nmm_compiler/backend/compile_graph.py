@@ -355,7 +355,7 @@ def _specs(work: Compilation, called: GraphCall) -> list[Any]:
 def _launched(work: Compilation, call: GraphCall, static: bool) -> Any:
     """Return the spec that a call with a token count launches on the target."""
     launch = lower(*call, view_turned, lnc=work.options.lnc)
-    return KERNELS.sized(launch, work.options.target, work.options, static)
+    return KERNELS.sized(launch, work.options, static)
 
 
 def meta_value(node: fx.Node) -> Any:

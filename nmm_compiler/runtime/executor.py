@@ -40,8 +40,8 @@ from nmm_compiler.runtime import neuron
 from nmm_compiler.runtime.kernels import KERNELS, NoKernelError, warn_once
 from nmm_compiler.runtime.weights import PACKS, has_own_memory
 
-Launcher = Callable[[Any, Sequence[Tensor]], tuple[Tensor, ...] | None]
-"""Runs one kernel on its operands; None when the kernel must not be used."""
+Launcher = Callable[[Any, Sequence[Tensor]], tuple[Tensor, ...]]
+"""Runs one kernel on its operands; raises NoKernelError when the kernel must not be used."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -97,7 +97,10 @@ class KernelExecutor:
         return shaped if registration.DEFINITIONS[name].many else shaped[0]
 
     def _run(self, launch: Launch, target: str, options: Options) -> Sequence[Tensor]:
-        """Launch the kernel once per planned bucket along the tokens; return its results."""
+        """Launch the kernel once per planned bucket along the tokens; return its results.
+
+        Raises NoKernelError where it must not be used.
+        """
         spec, axis = launch.spec, launch.token_axis
         pieces: list[tuple[Tensor, ...]] = []
         start = 0
@@ -109,7 +112,8 @@ class KernelExecutor:
                 t if at is None else _padded(t.narrow(at, start, used), at, size - used)
                 for t, at in zip(launch.operands, dims, strict=True)
             ]
-            ys = self._launch(part, given, target, options)
+            kernel = KERNELS.get(part, target, options)
+            ys = self.launcher(kernel, [operand.contiguous() for operand in given])
             dims = axes_that_differ(spec.outputs(), part.outputs())
             pieces.append(
                 tuple(
@@ -121,16 +125,6 @@ class KernelExecutor:
         if len(pieces) == 1:
             return pieces[0]
         return [torch.cat(ys, at) for *ys, at in zip(*pieces, dims, strict=True)]
-
-    def _launch(
-        self, spec: Any, operands: Sequence[Tensor], target: str, options: Options
-    ) -> tuple[Tensor, ...]:
-        """Return the results of one kernel; raises NoKernelError where it must not be used."""
-        kernel = KERNELS.get(spec, target, options)
-        ys = self.launcher(kernel, [operand.contiguous() for operand in operands])
-        if ys is None:
-            raise NoKernelError(str(spec), neuron.FAILED_FIRST_RUN.format(kernel.name))
-        return ys
 
 
 def _padded(x: Tensor, dim: int, rows: int) -> Tensor:

@@ -1,13 +1,12 @@
 """The kernels of this process: built or taken from the cache once per spec and target.
 
-Also remembers the specs of static graphs, so that their calls run a kernel of exactly that token
-count, and the specs without a kernel, so that one warning says the reason and PyTorch computes the
-calls.
+Also remembers the specs without a kernel, so that one warning says the reason and PyTorch computes
+the calls.
 
-A kernel has a fixed shape. Static graphs get one for their exact token count; calls with a symbolic
-count go to buckets: a call takes the next larger bucket with its rows padded, or is cut into
-several launches, whichever is predicted to be faster. Padding is safe because tokens are
-independent rows of every product here: the padded rows' results are dropped.
+A kernel has a fixed shape. Static graphs build one for their exact token count, and a call of that
+count runs it. Calls of other counts go to buckets: a call takes the next larger bucket with its
+rows padded, or is cut into several launches, whichever is predicted to be faster. Padding is safe
+because tokens are independent rows of every product here: the padded rows' results are dropped.
 """
 
 from __future__ import annotations
@@ -84,13 +83,11 @@ def warn_once(message: str) -> None:
 class Kernels:
     """Kernels by spec, target and options, each built once.
 
-    found: kernels, and what building one raised. static: specs and targets of graphs with exactly
-    these shapes.
+    found: kernels, and what building one raised.
     """
 
     def __init__(self) -> None:
         self.found: dict[Key, Any] = {}
-        self.static: set[tuple[Any, str]] = set()
 
     def get(self, spec: Any, target: str, options: Options) -> Any:
         """Return the kernel of `spec`.
@@ -121,27 +118,24 @@ class Kernels:
             warn_once(f"nmm: {refused}")
             return None
 
-    def sized(self, launch: Any, target: str, options: Options, static: bool) -> Any:
-        """Return the spec that a launch runs: of its own token count in a static graph, which is
-        remembered, else of the bucket that holds it."""
+    def sized(self, launch: Any, options: Options, static: bool) -> Any:
+        """Return the spec that a launch runs: of its own token count in a static graph, else of the
+        bucket that holds it."""
         spec, axis = launch.spec, launch.token_axis
-        if static and options.buckets is None:
-            self.static.add((spec, target))
-        elif spec.splits_tokens:
-            whole = bucket(getattr(spec, axis), options.buckets)
-            return dataclasses.replace(spec, **{axis: whole})
-        return spec
+        if not spec.splits_tokens or (static and options.buckets is None):
+            return spec
+        return dataclasses.replace(spec, **{axis: bucket(getattr(spec, axis), options.buckets)})
 
     def plan(self, spec: Any, target: str, options: Options, axis: str = "m") -> tuple[int, ...]:
         """Return the token counts to launch for a call; axis: "k" of one that sums over its tokens.
 
-        Exactly these where tokens depend on each other, and for the shape of a static graph unless
-        the user set buckets; else buckets, those of rows split in two launches where that is
-        predicted to beat padding by a tile or more.
+        Exactly these where tokens depend on each other, and where a graph of this shape built its
+        kernel, unless the user set buckets; else buckets, those of rows split in two launches where
+        that is predicted to beat padding by a tile or more.
         """
         tokens = int(getattr(spec, axis))
-        static = (spec, target) in self.static and options.buckets is None
-        if static or not spec.splits_tokens:
+        exact = options.buckets is None and _key(spec, target, options) in self.found
+        if exact or not spec.splits_tokens:
             return (tokens,)
         whole = bucket(tokens, options.buckets)
         if axis == "k" or whole - tokens < _WORTH_SPLITTING_TOKENS:
@@ -158,10 +152,9 @@ class Kernels:
         return float(profile.latency_us + profile.start_stop_us)
 
     def clear(self) -> None:
-        """Forget kernels, failures and static shapes; files in the cache stay."""
+        """Forget kernels and failures; files in the cache stay."""
         warn_once.cache_clear()
         self.found.clear()
-        self.static.clear()
 
 
 KERNELS = Kernels()

@@ -46,6 +46,7 @@ from nmm_compiler.kernels.base import numpy_dtype
 from nmm_compiler.nki_api.lint import oldest_version
 from nmm_compiler.options import neuron_environment
 from nmm_compiler.runtime import machine
+from nmm_compiler.runtime.kernels import NoKernelError
 from nmm_compiler.simulator.loading.source_text import read_source, run_source
 
 TOKENS = 16
@@ -131,13 +132,13 @@ def _simulate_beta_1(kernel: Any, operands: Sequence[Tensor]) -> tuple[Tensor, .
     )
 
 
-def launch(kernel: Any, operands: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
+def launch(kernel: Any, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Run a kernel on the Neuron device that holds its operands; return its results.
 
-    Returns None for a kernel that failed its first-run check: the caller computes the reference.
     While a graph is traced nothing is checked: the backend has checked the kernels it built, and
-    one that was built later is used unchecked, with a warning. Raises NeuronSetupError for tensors
-    that are on no Neuron device, and for a device that is not what the kernel was made for.
+    one that was built later is used unchecked, with a warning. Raises NoKernelError for a kernel
+    that failed its first-run check, NeuronSetupError for tensors that are on no Neuron device, and
+    for a device that is not what the kernel was made for.
     """
     device = operands[0].device
     if device.type not in LAUNCHERS:
@@ -157,7 +158,9 @@ def launch(kernel: Any, operands: Sequence[Tensor]) -> tuple[Tensor, ...] | None
             verdict = True
     else:
         verdict = check(kernel, device)
-    return LAUNCHERS[device.type](kernel, operands) if verdict else None
+    if not verdict:
+        raise NoKernelError(str(kernel.spec), FAILED_FIRST_RUN.format(kernel.name))
+    return LAUNCHERS[device.type](kernel, operands)
 
 
 def _launch_on_xla(kernel: Any, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:

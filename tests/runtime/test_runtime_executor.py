@@ -1,6 +1,7 @@
 """Op calls through emitted kernels in the simulator: values, buckets, training, weights, faults."""
 
 import warnings
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,8 +21,8 @@ from nmm_compiler.ops.lower import lower
 from nmm_compiler.ops.lower import tokens as tokens_of
 from nmm_compiler.ops.references import lowrank_matmul
 from nmm_compiler.options import Options
-from nmm_compiler.runtime import executor
-from nmm_compiler.runtime.kernels import KERNELS, bucket, planned_buckets
+from nmm_compiler.runtime import executor, neuron
+from nmm_compiler.runtime.kernels import KERNELS, NoKernelError, bucket, planned_buckets
 from nmm_compiler.runtime.weights import PACKS
 
 NMM = torch.ops.nmm
@@ -109,7 +110,7 @@ def test_a_call_cut_into_two_launches_joins_its_tokens(layout, launched, monkeyp
 def test_a_static_shape_runs_its_own_kernel_and_user_buckets_rule():
     spec = lower("matmul", (torch.randn(5, 8), torch.randn(8, 4)), {}, 5).spec
     assert KERNELS.plan(spec, "trn2", Options()) == (8,)
-    KERNELS.static.add((spec, "trn2"))
+    KERNELS.get(spec, "trn2", Options())
     assert KERNELS.plan(spec, "trn2", Options()) == (5,)
     assert KERNELS.plan(spec, "trn2", Options(buckets=(6, 12))) == (6,)
     assert KERNELS.plan(spec, "trn3", Options()) == (8,)
@@ -197,9 +198,8 @@ def test_what_no_kernel_computes(dtype, warned, raised, cause, monkeypatch, laun
 
 
 def test_a_named_executor_raises_for_a_kernel_that_its_launcher_refuses(monkeypatch):
-    monkeypatch.setattr(
-        registration.EXECUTORS["simulator"], "launcher", lambda kernel, operands: None
-    )
+    refuses = mock.Mock(side_effect=NoKernelError("a spec", neuron.FAILED_FIRST_RUN.format("k")))
+    monkeypatch.setattr(registration.EXECUTORS["simulator"], "launcher", refuses)
     x, u, v = torch.randn(8, K), weight(K, R).float(), weight(R, N).float()
     with pytest.raises(NeuronSetupError, match="failed its first run"):
         NMM.lowrank_matmul(x, u, v, executor="simulator")
@@ -380,7 +380,7 @@ def test_sums_over_tokens_are_padded_to_a_bucket_unless_the_graph_is_static(laun
     assert dv.k == 8
     kept = type(dv)(**{**dv.to_dict(), "k": 6})
     assert KERNELS.plan(kept, "trn2", Options(), "k") == (8,)
-    KERNELS.static.add((kept, "trn2"))
+    KERNELS.get(kept, "trn2", Options())
     assert KERNELS.plan(kept, "trn2", Options(), "k") == (6,)
     assert KERNELS.plan(kept, "trn2", Options(buckets=(4, 7)), "k") == (7,)
 
