@@ -32,8 +32,8 @@ from nmm_compiler.kernels.base import check_name
 from nmm_compiler.mlir import DIALECTS, MODES, WEIGHTS
 from nmm_compiler.mlir.module import (
     Argument,
+    CustomCall,
     ExportedKernel,
-    KernelCall,
     MLIRModule,
     calls_of,
     dtype_of,
@@ -195,7 +195,7 @@ def _arguments(program: ExportedProgram, weights: str) -> list[Argument]:
     return arguments
 
 
-def _body(call: KernelCall, table: Any) -> fx.Graph:
+def _body(call: CustomCall, table: Any) -> fx.Graph:
     """Return the op's PyTorch reference for a call, as a graph of its tensors."""
 
     def reference(*tensors: Tensor) -> Any:

@@ -38,7 +38,7 @@ def dtype_of(tensor: Tensor) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class KernelCall:
+class CustomCall:
     """One call of a fused kernel.
 
     op: the op's name in namespace nmm. given: its arguments by name in schema order, with the FX
@@ -72,11 +72,11 @@ class KernelCall:
         return json.dumps({"op": self.op} | parts, sort_keys=True)
 
 
-def calls_of(graph: fx.Graph) -> list[KernelCall]:
+def calls_of(graph: fx.Graph) -> list[CustomCall]:
     """Return the kernel calls of a graph in order."""
     named = ((node, lowering.op_name(node.target)) for node in graph.nodes)
     return [  # of any executor: an exported module has none
-        KernelCall(
+        CustomCall(
             node, op, DEFINITIONS[op].bound(node.args, node.kwargs) | {"executor": "reference"}
         )
         for node, op in named
@@ -116,7 +116,7 @@ class ExportedKernel(Record):
     sources: tuple[KernelSource, ...]
 
     @classmethod
-    def of(cls, calls: Sequence[KernelCall], options: Options, sources: bool) -> ExportedKernel:
+    def of(cls, calls: Sequence[CustomCall], options: Options, sources: bool) -> ExportedKernel:
         """Return the kernel that serves these calls, which have one signature.
 
         sources: build the NKI source, for the calls' token count or, when that is known at run time
@@ -169,7 +169,7 @@ def _one_or_all(entries: list[Any]) -> Any:
     return entries[0] if len(entries) == 1 else entries
 
 
-def _launch(call: KernelCall, tokens: int) -> tuple[Any, tuple[int, ...]]:
+def _launch(call: CustomCall, tokens: int) -> tuple[Any, tuple[int, ...]]:
     """Return the spec of a call's kernel and, for its operands in order, their numbers in the
     call."""
     values = call.values

@@ -55,7 +55,7 @@ from nmm_compiler.passes.rules.few_bits import Quantized, StaticFP8
 from nmm_compiler.passes.rules.gated_mlp import CorrectedMLP, GatedMLP, GatedMLPUp
 from nmm_compiler.passes.rules.inside_calls import NormInside, ResidualInside
 from nmm_compiler.passes.rules.lora import LoRA
-from nmm_compiler.passes.rules.lowrank import MLA, Adapter, LowRank, products_at
+from nmm_compiler.passes.rules.lowrank import MLA, Adapter, LowRankChain, products_at
 from nmm_compiler.passes.rules.shared import SharedU, SharedX
 
 
@@ -307,7 +307,7 @@ RULES: tuple[Rule, ...] = (
     LoRA(),
     SharedU(),
     Adapter(),
-    LowRank(),
+    LowRankChain(),
     StaticFP8(),
     Quantized(),
     SharedX(),

@@ -27,7 +27,7 @@ from nmm_compiler.options import Options
 from nmm_compiler.passes.result import calls_bring
 from nmm_compiler.prediction.meta_models import prepare
 from nmm_compiler.prediction.predict import predict
-from nmm_compiler.prediction.prices import Machine, price
+from nmm_compiler.prediction.prices import Cores, price
 from nmm_compiler.prediction.walk import walk_graph
 from nmm_compiler.prices.kernel import LAUNCH_GAP_US
 from nmm_compiler.prices.ways import ERRORS, ways
@@ -97,7 +97,7 @@ def graph_headline(
 
     def said() -> str:
         chip = machine_target(options.target, options)
-        machine = Machine(chip, lnc=options.lnc)
+        machine = Cores(chip, lnc=options.lnc)
         low = dense = 0.0  # with its calls as they are, and in the fastest dense way
         for piece in walk_graph(graph):
             us = sum(line.each_us + LAUNCH_GAP_US for line in price(piece, machine))

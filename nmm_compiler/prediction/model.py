@@ -52,7 +52,7 @@ SOURCES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line(Record):
+class PhaseLine(Record):
     """The predicted time of one kind of work in equal modules: calls, and microseconds of each.
 
     source: one of SOURCES. bytes_us: what the bytes that a kernel must move take at the full HBM
@@ -94,7 +94,7 @@ class Line(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step(Record):
+class PhaseStep(Record):
     """A part of the time of a pass, the sources of its figures and their error band."""
 
     name: str
@@ -108,7 +108,7 @@ class Phase(Record):
     """One pass of the model: "prefill", "decode", or "pass" of a model that does not generate."""
 
     name: str
-    lines: tuple[Line, ...]
+    lines: tuple[PhaseLine, ...]
 
     derived: ClassVar[tuple[str, ...]] = ("steps",)
 
@@ -118,7 +118,7 @@ class Phase(Record):
         return sum(line.us for line in self.lines)
 
     @property
-    def steps(self) -> tuple[Step, ...]:
+    def steps(self) -> tuple[PhaseStep, ...]:
         """The steps from the bytes of the pass to its time, those of nothing left out; they sum
         to the time."""
         made = []
@@ -135,10 +135,10 @@ class Phase(Record):
                     sum(line.us * line.error_band[side] for line in parts) / us for side in (0, 1)
                 )
                 band = (max(below, -1.0), above)  # no step takes less than nothing
-            made.append(Step(name=name, us=us, sources=sources, error_band=band))
+            made.append(PhaseStep(name=name, us=us, sources=sources, error_band=band))
         return tuple(made)
 
-    def by(self, field: str | Callable[[Line], str]) -> dict[str, float]:
+    def by(self, field: str | Callable[[PhaseLine], str]) -> dict[str, float]:
         """Return microseconds per value of a field of the lines (module, kind, source), or per
         what a function says of a line."""
         key = operator.attrgetter(field) if isinstance(field, str) else field
@@ -230,7 +230,7 @@ class ModelPrediction(Shown, Record):
         return None if self.tpot_us is None else 1e6 * self.batch / self.tpot_us
 
     @property
-    def lines(self) -> tuple[Line, ...]:
+    def lines(self) -> tuple[PhaseLine, ...]:
         """The lines of all phases."""
         return tuple(itertools.chain.from_iterable(phase.lines for phase in self.phases))
 
@@ -306,7 +306,7 @@ class ModelPrediction(Shown, Record):
         models = {"": self} if self.dense is None else {"dense": self.dense, "low-rank": self}
         rows: list[tuple[str, ...]] = []
         drawn: list[tuple[str, list[float]]] = []
-        nothing = {k: Step(name=k, us=0.0, sources=(), error_band=(0.0, 0.0)) for k in STEPS}
+        nothing = {k: PhaseStep(name=k, us=0.0, sources=(), error_band=(0.0, 0.0)) for k in STEPS}
         for phase in self.phases:
             both = [model.phase(phase.name) or phase for model in models.values()]
             steps = [nothing | {step.name: step for step in one.steps} for one in both]

@@ -37,8 +37,7 @@ from nmm_compiler.prediction.forms import (
     quality_of,
     read_form,
 )
-from nmm_compiler.prediction.model import REMEDY, ModelPrediction, Phase
-from nmm_compiler.prediction.model import Line as PhaseLine
+from nmm_compiler.prediction.model import REMEDY, ModelPrediction, Phase, PhaseLine
 from nmm_compiler.prediction.predict import predict
 from nmm_compiler.prediction.stacks import STACKS
 from nmm_compiler.prices.kernel import noted_kernels, price_many

@@ -29,8 +29,8 @@ from nmm_compiler.prediction.meta_models import (
     dense_and_saved,
     prepare,
 )
-from nmm_compiler.prediction.model import Line, Memory, ModelPrediction, Phase
-from nmm_compiler.prediction.prices import Machine, check_routing, fastest
+from nmm_compiler.prediction.model import Memory, ModelPrediction, Phase, PhaseLine
+from nmm_compiler.prediction.prices import Cores, check_routing, fastest
 from nmm_compiler.prediction.stacks import stack_named
 from nmm_compiler.prediction.walk import Piece, cache_bytes, passes_of, walk_pass
 from nmm_compiler.prices.kernel import LAUNCH_GAP_US, PRICES
@@ -129,7 +129,7 @@ def predict(
     if dense is not None:
         original = as_given(dense)
     counts = check_routing(routing or (), routing)
-    machine = Machine(chip, lnc, tp, form, price, stack_named(stack), counts)
+    machine = Cores(chip, lnc, tp, form, price, stack_named(stack), counts)
     setting = {"prompt": prompt, "context": context, "batch": batch}
     predicted = functools.partial(_prediction, machine, target, dtype, setting, inputs, norms, last)
     before = predicted(original)
@@ -147,7 +147,7 @@ def _kept(wanted: str) -> MetaModel:
 
 
 def _prediction(
-    machine: Machine, named: str, dtype: str, setting: dict[str, int], inputs: Any,
+    machine: Cores, named: str, dtype: str, setting: dict[str, int], inputs: Any,
     norms: bool, last: bool, given: Any,
     low: dict[str, Any] | None = None, dense: ModelPrediction | None = None,
 ) -> ModelPrediction:  # fmt: skip
@@ -203,7 +203,7 @@ def _prediction(
     )
 
 
-def _weight_bytes(model: MetaModel, machine: Machine, head: str) -> int:
+def _weight_bytes(model: MetaModel, machine: Cores, head: str) -> int:
     """Return the bytes of the weights that one logical core holds; tied ones count once."""
     total, module = 0, model.module
     few_bits = [
@@ -230,26 +230,26 @@ def _weight_bytes(model: MetaModel, machine: Machine, head: str) -> int:
     return total
 
 
-def _phase(name: str, pieces: Sequence[Piece], machine: Machine, layers: int, head: str) -> Phase:
+def _phase(name: str, pieces: Sequence[Piece], machine: Cores, layers: int, head: str) -> Phase:
     """Return the lines of a pass: its pieces, the gaps between them, and the host."""
-    lines: list[Line] = []
+    lines: list[PhaseLine] = []
     for piece in pieces:
         lines += fastest(piece, machine.of_head if head and piece.module == head else machine)
     launches = sum(line.calls for line in lines)
     stack = machine.stack
     lines += [
-        Line(
+        PhaseLine(
             module="(program)", kind="gaps", calls=launches, each_us=LAUNCH_GAP_US,
             source="fitted", what="from one kernel or region to the next",
         ),
-        Line(
+        PhaseLine(
             module="(host)", kind="call", each_us=stack.host_us, source=stack.host_from,
             what="one call with its result read back",
         ),
     ]  # fmt: skip
     if stack.program_gap_us:
         lines.append(
-            Line(
+            PhaseLine(
                 module="(program)", kind="gaps", calls=layers + 1, each_us=stack.program_gap_us,
                 source="published law", what="from one program to the next",
             )

@@ -44,7 +44,7 @@ from nmm_compiler.kernels.linear.spec import LinearSpec
 from nmm_compiler.kernels.linear.specs import GatedMLPSpec, GatedMLPUpSpec, MatmulSpec
 from nmm_compiler.kernels.number_formats import FP8
 from nmm_compiler.prediction.forms import BF16, Form, read_form
-from nmm_compiler.prediction.model import Line
+from nmm_compiler.prediction.model import PhaseLine
 from nmm_compiler.prediction.stacks import STACKS, Stack
 from nmm_compiler.prediction.walk import Piece
 from nmm_compiler.prices.kernel import (
@@ -64,7 +64,7 @@ CACHE_RATE_SHARE = 0.23
 
 
 @dataclass(frozen=True)
-class Machine:
+class Cores:
     """The hardware: a target, physical cores per logical one, logical cores that share the model.
 
     lnc: 1 is how our kernels run. form: of the weights. price: of a kernel, one of
@@ -82,7 +82,7 @@ class Machine:
     experts_on: int = 1
 
     @property
-    def of_head(self) -> Machine:
+    def of_head(self) -> Cores:
         """The same for the output head, which has no weights of four bits and no branch: fp8."""
         return replace(self, form=read_form("fp8")) if self.form.base else self
 
@@ -92,7 +92,7 @@ class Machine:
         return self.target.memory_bytes_per_second * self.lnc
 
 
-def price(piece: Piece, machine: Machine) -> list[Line]:
+def price(piece: Piece, machine: Cores) -> list[PhaseLine]:
     """Return the launches that compute one piece, computed once, the fastest way."""
     rows = corrected_rows(piece.ways, machine.form) or piece.ways
     each = [[kernel_price(spec, machine) for spec in row] for row in rows]
@@ -103,15 +103,15 @@ def price(piece: Piece, machine: Machine) -> list[Line]:
     if piece.kind in COLLECTIVES:
         us = collective_us(piece.kind, piece.bytes, machine.tp, machine.target)
         how = f"{piece.bytes:,} B over {machine.tp} cores"
-        return [Line(each_us=us, source="published law", what=how)]
+        return [PhaseLine(each_us=us, source="published law", what=how)]
     if piece.kind != "attention" or piece.elements:
         return [_bound(piece, machine)]
     least = 1e6 * (piece.bytes / machine.bytes_per_second)
     us, how = least / CACHE_RATE_SHARE, f"{piece.bytes:,} B of the cache"
-    return [Line(each_us=us, source="published law", what=how, bytes_us=least, floor_us=least)]
+    return [PhaseLine(each_us=us, source="published law", what=how, bytes_us=least, floor_us=least)]
 
 
-def fastest(piece: Piece, machine: Machine) -> list[Line]:
+def fastest(piece: Piece, machine: Cores) -> list[PhaseLine]:
     """Return the lines of a piece, or those of what computes it apart where that takes less,
     launches included."""
     whole = price(piece, machine)
@@ -125,11 +125,11 @@ def fastest(piece: Piece, machine: Machine) -> list[Line]:
     return [replace(line, **own, calls=piece.count) for line in whole]
 
 
-def _with_gaps(lines: Sequence[Line]) -> float:
+def _with_gaps(lines: Sequence[PhaseLine]) -> float:
     return sum(line.each_us + LAUNCH_GAP_US for line in lines)
 
 
-def kernel_price(spec: KernelSpec, machine: Machine) -> Line:
+def kernel_price(spec: KernelSpec, machine: Cores) -> PhaseLine:
     """Return the price of a kernel on one logical core, as our backend launches it there.
 
     A sum over cores that no target computes inside of a kernel takes infinitely long, and so does a
@@ -150,10 +150,12 @@ def kernel_price(spec: KernelSpec, machine: Machine) -> Line:
         source = f"{ours} + law"
     elif machine.lnc > 1 and replace(stored, lnc=machine.lnc).splits():
         how += f" on {machine.lnc} cores"
-    return Line(each_us=us, source=source, what=how, bytes_us=bytes_us, floor_us=min(floor, us))
+    return PhaseLine(
+        each_us=us, source=source, what=how, bytes_us=bytes_us, floor_us=min(floor, us)
+    )
 
 
-def _bound(piece: Piece, machine: Machine) -> Line:
+def _bound(piece: Piece, machine: Cores) -> PhaseLine:
     """Return the time of a region of operations, a copy or a product: what takes longest of its
     bytes, its engine operations and its flops."""
     target = machine.target
@@ -171,7 +173,7 @@ def _bound(piece: Piece, machine: Machine) -> Line:
     start = target.dma_start_latency_seconds + target.semaphore_seconds
     many = f"{counted(len(piece.elements), 'operation')}, " if piece.elements else ""
     us = 1e6 * (start + longest)
-    return Line(each_us=us, source="bound", what=f"{many}{piece.bytes:,} B")
+    return PhaseLine(each_us=us, source="bound", what=f"{many}{piece.bytes:,} B")
 
 
 # -- kernels of few-bit weights -------------------------------------------------------------------
@@ -238,7 +240,7 @@ def _corrected(row: Row, form: Form) -> CorrectedSpec:
 # -- experts that tokens choose -----------------------------------------------------------------
 
 
-def as_chosen(spec: Any, machine: Machine) -> Any:
+def as_chosen(spec: Any, machine: Cores) -> Any:
     """Return a call, of experts with the distinct ones that the counts let expect.
 
     Without counts all experts of the model are equally likely, those of other cores too.

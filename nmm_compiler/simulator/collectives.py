@@ -17,7 +17,7 @@ import numpy as np
 
 from nmm_compiler.errors import KernelArgumentError
 from nmm_compiler.simulator.isa.instruction import Steps, instruction
-from nmm_compiler.simulator.isa.operands import DMA_MEMORIES, Call
+from nmm_compiler.simulator.isa.operands import DMA_MEMORIES, Issue
 from nmm_compiler.simulator.isa.operators import Takes
 from nmm_compiler.simulator.isa.values import F32
 from nmm_compiler.simulator.loading.nki_object import NKIObject, dataclass
@@ -68,7 +68,7 @@ def _group(machine: Machine, op: str, replica_group: Any) -> Group:
 
 
 def _exchange(
-    call: Call,
+    call: Issue,
     combine: Combine,
     *,
     dim: int = 0,
@@ -148,7 +148,7 @@ def _reduced(op: Any, parts: list[np.ndarray]) -> np.ndarray:
     return np.asarray(functools.reduce(op.reduce, wide))
 
 
-def _of_all(call: Call, sbuf: tuple[int, ...] = (0,), cut: bool = False) -> Steps:
+def _of_all(call: Issue, sbuf: tuple[int, ...] = (0,), cut: bool = False) -> Steps:
     """Exchange what is then reduced by `op`, or joined along collective_dim.
 
     sbuf: the dimensions that this may be in SBUF. cut: as of `_exchange`.
@@ -166,7 +166,7 @@ def _of_all(call: Call, sbuf: tuple[int, ...] = (0,), cut: bool = False) -> Step
 
 @_reducing()
 def all_reduce(
-    call: Call, srcs: Any, dsts: Any, replica_group: Any, op: Any, priority: Any = None
+    call: Issue, srcs: Any, dsts: Any, replica_group: Any, op: Any, priority: Any = None
 ) -> Steps:
     """Every dst = the reduction of all ranks' srcs."""
     yield from _of_all(call)
@@ -174,7 +174,7 @@ def all_reduce(
 
 @_collective()
 def all_gather(
-    call: Call,
+    call: Issue,
     srcs: Any,
     dsts: Any,
     replica_group: Any,
@@ -187,7 +187,7 @@ def all_gather(
 
 @_reducing()
 def reduce_scatter(
-    call: Call,
+    call: Issue,
     srcs: Any,
     dsts: Any,
     replica_group: Any,
@@ -201,7 +201,7 @@ def reduce_scatter(
 
 @_collective(memory=("hbm",))
 def all_to_all(
-    call: Call,
+    call: Issue,
     srcs: Any,
     dsts: Any,
     replica_group: Any,
@@ -213,7 +213,7 @@ def all_to_all(
 
 
 def _from_one(
-    call: Call, srcs: Any, dsts: Any, replica_group: Any, sender: Any, priority: Any
+    call: Issue, srcs: Any, dsts: Any, replica_group: Any, sender: Any, priority: Any
 ) -> Steps:
     """Send to a rank of the group; dst gets what the sender, if there is one, has sent."""
     senders = () if sender is None else (sender,)
@@ -248,7 +248,7 @@ def collective_permute(
     lists="srcs others dsts",
 )
 def _turn_and_reduce(
-    call: Call, srcs: Any, others: Any, dsts: Any, replica_group: Any, sender: Any, op: Any,
+    call: Issue, srcs: Any, others: Any, dsts: Any, replica_group: Any, sender: Any, op: Any,
     priority: Any,
 ) -> Steps:  # fmt: skip
     """Send srcs <op> others to a rank of the group, receive from the sender."""

@@ -89,7 +89,7 @@ def place_instructions(place: tuple[str, int]) -> Iterator[None]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class RunOptions:
     """How to run: `simulate` says what each means.
 
     ranks: if several, the others do not run; they are taken to arrive at the same time.
@@ -147,7 +147,7 @@ class Machine:
     def __init__(
         self,
         target: Target,
-        options: Options,
+        options: RunOptions,
         assign: Callable[[Any, Any, Any], None],
         *,
         program_id: int,

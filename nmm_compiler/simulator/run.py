@@ -41,7 +41,7 @@ from nmm_compiler.simulator.machine import (
     CURRENT,
     MAX_RANKS,
     Machine,
-    Options,
+    RunOptions,
     defined_at,
     is_own,
 )
@@ -177,7 +177,7 @@ def simulate(
         SimulationError: a rule is broken, or the kernel fails; with the kernel's own file and
             line.
     """
-    options = Options(target, grid, mode, strict, max_instructions, reorder, one_of_ranks, turns)
+    options = RunOptions(target, grid, mode, strict, max_instructions, reorder, one_of_ranks, turns)
     return _launch(kernel, [(arrays, {**kwargs, **(named or {})})], options)[0]
 
 
@@ -212,13 +212,13 @@ def simulate_ranks(
     """
     if not 1 <= len(inputs) <= MAX_RANKS:
         raise KernelArgumentError(f"{len(inputs)} ranks; the simulator runs 1 to {MAX_RANKS}")
-    options = Options(target, grid, mode, strict, max_instructions, reorder)
+    options = RunOptions(target, grid, mode, strict, max_instructions, reorder)
     given = [((), dict(i)) if isinstance(i, Mapping) else (tuple(i), {}) for i in inputs]
     return _launch(kernel, given, options)
 
 
 def _launch(
-    kernel: Any, inputs: list[tuple[tuple[Any, ...], dict[str, Any]]], options: Options
+    kernel: Any, inputs: list[tuple[tuple[Any, ...], dict[str, Any]]], options: RunOptions
 ) -> tuple[Simulation, ...]:
     """Run the programs of all ranks; return one Simulation for each rank."""
     if CURRENT.machine is not None:
@@ -257,7 +257,9 @@ def _launch(
         return tuple(_result(machines, binder, function, options) for machines, binder in ranks)
 
 
-def _result(machines: list[Machine], binder: Binder, function: Any, options: Options) -> Simulation:
+def _result(
+    machines: list[Machine], binder: Binder, function: Any, options: RunOptions
+) -> Simulation:
     """Check what a rank's programs did and return its outputs and profile."""
     for machine in machines:
         check_capacity(machine)

@@ -15,7 +15,7 @@ from nmm_compiler.errors import ModelError
 from nmm_compiler.passes.pipeline import RULES, run
 from nmm_compiler.passes.reproduce import literal
 from nmm_compiler.passes.rules import Rule
-from nmm_compiler.passes.rules.lowrank import LowRank
+from nmm_compiler.passes.rules.lowrank import LowRankChain
 
 # Products of two norms below 1, summed over at most 64 + 8 terms, rounded a few times in fp32.
 BOUND = 2.0**-23 * (gallery.K + gallery.R + 8) * 2
@@ -66,16 +66,16 @@ def test_rules_say_all_forms_that_their_matches_end_at(name, monkeypatch):
 
 
 def test_a_pattern_of_its_own_is_asked_everywhere():
-    class Mine(LowRank):
+    class Mine(LowRankChain):
         def pattern(self, graph, node):
             yield from ()
 
-    class Named(LowRank):
+    class Named(LowRankChain):
         name = "named"
 
     assert Rule.ends_at is None
     assert Mine.ends_at is None
-    assert Named.ends_at == LowRank.ends_at
+    assert Named.ends_at == LowRankChain.ends_at
 
 
 # The script of a match: it finds the match again in its own nodes, and notices when it cannot.

@@ -17,7 +17,7 @@ from nmm_compiler.passes.emit.editor import Editor
 from nmm_compiler.passes.graph import canonical
 from nmm_compiler.passes.graph import read_graph as table
 from nmm_compiler.passes.pipeline import run
-from nmm_compiler.passes.rules.lowrank import LowRank
+from nmm_compiler.passes.rules.lowrank import LowRankChain
 from nmm_compiler.passes.rules.shared import SharedX
 
 X = torch.randn(6, 32)
@@ -59,9 +59,11 @@ def second(hit):
 # What breaks, and the kinds of the matches that are left: all three chains but for what is said.
 FAULTS = {
     "reading a node": (table.TABLE, "tanh", {}, ["shared_x", "lowrank"]),
-    "matching": (LowRank, "check", {"when": lambda r, c, k: k[0].name[:3] == "s_b"}, ["shared_x"]),
+    "matching": (
+        LowRankChain, "check", {"when": lambda r, c, k: k[0].name[:3] == "s_b"}, ["shared_x"],
+    ),
     "matching one of a group": (
-        LowRank, "check", {"when": lambda r, c, k: k[0].name[:3] == "q_b"}, ["lowrank"] * 2,
+        LowRankChain, "check", {"when": lambda r, c, k: k[0].name[:3] == "q_b"}, ["lowrank"] * 2,
     ),
     "joining": (SharedX, "combine", {}, ["lowrank"] * 3),
     "absorbing": (layout, "_absorb_transpose", {}, ["shared_x", "lowrank"]),

@@ -10,7 +10,7 @@ from nmm_compiler.cli import on_models
 from nmm_compiler.errors import ModelError, OptionTypeError
 from nmm_compiler.prediction import forms as forms_module
 from nmm_compiler.prediction.forms import read_form
-from nmm_compiler.prediction.model import Line, Memory, ModelPrediction, Phase
+from nmm_compiler.prediction.model import Memory, ModelPrediction, Phase, PhaseLine
 from nmm_compiler.prediction.plan import Plan, layer_gains, plan, settings
 from nmm_compiler.prices import kernel as latency
 from nmm_compiler.targets import get
@@ -26,7 +26,7 @@ SHORT = {"prompts": (16,), "contexts": (16,), "price": "closed_form"}
 
 def made(us: dict[str, float], dense=None, **changes) -> ModelPrediction:
     lines = tuple(
-        Line(module=f"model.layers.*.{name}", kind="kernel", calls=2, each_us=each,
+        PhaseLine(module=f"model.layers.*.{name}", kind="kernel", calls=2, each_us=each,
              source="simulated")
         for name, each in us.items()
     )  # fmt: skip

@@ -25,7 +25,7 @@ from nmm_compiler.prediction.forms import read_form
 from nmm_compiler.prediction.meta_models import PUBLIC_MODELS, meta_model
 from nmm_compiler.prediction.model import ModelPrediction
 from nmm_compiler.prediction.predict import predict
-from nmm_compiler.prediction.prices import Machine, kernel_price, price
+from nmm_compiler.prediction.prices import Cores, kernel_price, price
 from nmm_compiler.prediction.walk import Piece
 from nmm_compiler.prices.kernel import (
     LAUNCH_GAP_US,
@@ -346,7 +346,7 @@ def test_two_cores_are_priced_as_the_backend_launches_them_also_where_one_is_fas
     """A weight is stored whole, so that rows of half of few columns are short: no half of a weight
     stored by core is priced, nor one core's kernel where there is one of two."""
     chip = get("trn2")
-    pair = Machine(chip, lnc=2)
+    pair = Cores(chip, lnc=2)
 
     def on_two(spec):
         return simulated_us(dataclasses.replace(spec, lnc=2), chip) + PAIR_BARRIER_US

@@ -7,7 +7,7 @@ import transformers
 
 import nmm_compiler as nmm
 from nmm_compiler.errors import NmmError
-from nmm_compiler.prediction.model import Line, Phase
+from nmm_compiler.prediction.model import Phase, PhaseLine
 from nmm_compiler.prediction.plan import differences, plan, read_measured, verdict
 from nmm_compiler.prediction.predict import predict
 from nmm_compiler.prediction.stacks import STACKS
@@ -76,10 +76,10 @@ def test_what_would_change_it_is_predicted_again():
 
 def phase():
     lines = (
-        Line(module="m", kind="kernel", calls=10, each_us=100.0, source="simulated",
+        PhaseLine(module="m", kind="kernel", calls=10, each_us=100.0, source="simulated",
              bytes_us=60.0, floor_us=70.0),
-        Line(module="m", kind="all_reduce", calls=5, each_us=20.0, source="published law"),
-        Line(module="(host)", kind="call", calls=1, each_us=133.0, source="published law"),
+        PhaseLine(module="m", kind="all_reduce", calls=5, each_us=20.0, source="published law"),
+        PhaseLine(module="(host)", kind="call", calls=1, each_us=133.0, source="published law"),
     )  # fmt: skip
     return Phase(name="decode", lines=lines)
 

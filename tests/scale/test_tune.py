@@ -205,7 +205,7 @@ def test_build_tunes_before_it_builds(cache, tmp_path, nmm):
 
 
 def test_predictions_take_tuned_times_where_they_are_asked_to(cache):
-    from nmm_compiler.prediction.prices import Machine, kernel_price  # as in the next test
+    from nmm_compiler.prediction.prices import Cores, kernel_price  # as in the next test
 
     chip = machine_target("trn2")
     before = {name: price(SPEC, chip) for name, price in PRICES.items()}
@@ -214,7 +214,7 @@ def test_predictions_take_tuned_times_where_they_are_asked_to(cache):
     assert PRICES["simulated"](SPEC, chip) == before["simulated"]
     assert PRICES["tuned"](SPEC, chip) == 1.25
     for price, us in (("tuned", 1.25), ("simulated", before["simulated"])):
-        assert kernel_price(SPEC, Machine(chip, lnc=1, price=price)).us == us
+        assert kernel_price(SPEC, Cores(chip, lnc=1, price=price)).us == us
     # a long call is as many launches
     launch = dataclasses.replace(SPEC, m=LARGEST_BUCKET)
     put_tuning(launch, ranked(launch, 0), 7.5)

@@ -12,7 +12,7 @@ from trace_builder import STEADY, TRN1, TRN2, Builder, Scene, starts, stops, tou
 
 from nmm_compiler import targets
 from nmm_compiler.simulator.timing.costs import ENGINES
-from nmm_compiler.simulator.timing.regions import Storage, distinct_bytes, overlaps
+from nmm_compiler.simulator.timing.regions import Tracked, distinct_bytes, overlaps
 from nmm_compiler.simulator.timing.resources import Pool, Slots
 from nmm_compiler.simulator.timing.schedule import time_trace, wake_us
 from nmm_compiler.simulator.timing.timeline import Booking, stagger_us
@@ -193,7 +193,7 @@ def test_accesses_are_found_and_forgotten_among_many(data):
     tensor = Builder().tensor(memory, 64, 96)
     kinds = st.sampled_from(["tile"] * 6 + ["odd", "row", "element", "column", "strided"])
     starts = st.tuples(st.integers(0, 7), st.integers(0, 5), st.sampled_from([0, 0, 0, 3]))
-    storage, kept, known = Storage(0, 0, 64 * 96 * 4), [], {}
+    storage, kept, known = Tracked(0, 0, 64 * 96 * 4), [], {}
     for number, (kind, (row, column, shift)) in enumerate(
         data.draw(st.lists(st.tuples(kinds, starts), min_size=5, max_size=120))
     ):

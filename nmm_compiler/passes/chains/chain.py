@@ -53,7 +53,7 @@ from nmm_compiler.passes.graph.views import FEATURE, Atom, Dim, Dims, Size
 
 
 @dataclass(frozen=True)
-class Weight:
+class ConstantMatrix:
     """A constant matrix: the value to pass, and whether it is stored [k, n] ("row") or [n, k]."""
 
     key: Key
@@ -78,7 +78,7 @@ class Stage:
     key: Key
     x: Key
     x_dims: Dims
-    weight: Weight
+    weight: ConstantMatrix
     out_dims: Dims
     tokens: dict[int, Size]
     chosen: int | None = None
@@ -145,7 +145,7 @@ def read_stage(
     if not in_order or {(a,) for a in stored} != {*whole}:
         return odd
     (k, k_parts), (n, n_parts) = _features(inputs), _features(outputs)
-    weight = Weight(base, k, n, "row" if [*stored] == inputs + outputs else "col")
+    weight = ConstantMatrix(base, k, n, "row" if [*stored] == inputs + outputs else "col")
     tokens = {label: size for label, size in real_x.items() if label in out}
     token_parts = {label: Atom(label, size, 1) for label, size in tokens.items()}
     of_x, of_result = k_parts | token_parts, n_parts | token_parts
@@ -169,7 +169,7 @@ def is_whole_feature(atoms: views.Dim, size: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Step:
+class AffineStep:
     """One affine step on a result: kind is "scale", "vector", "gain" or "bias".
 
     scale: times `number`, or times the one-element tensor `key`. vector: times the constant
@@ -183,7 +183,9 @@ class Step:
     dims: Dims = ()
 
 
-def _step_over(c: Canonical, kind: str, factor: Key, target: Key, number: float) -> Step | None:
+def _step_over(
+    c: Canonical, kind: str, factor: Key, target: Key, number: float
+) -> AffineStep | None:
     """Return the step of a constant over the dimensions of `target` along which it varies; None for
     no constant, and for a bias that does not vary. A gain that an index chooses is a vector."""
     shape, own = c.shape(target), c.shape(factor)
@@ -196,11 +198,11 @@ def _step_over(c: Canonical, kind: str, factor: Key, target: Key, number: float)
         return None
     positions = [i for i, d in enumerate(spread) if any(a.axis != views.BROADCAST for a in d)]
     if not positions:
-        return None if kind == "bias" else Step("scale", number, factor)
+        return None if kind == "bias" else AffineStep("scale", number, factor)
     dims = views.identity(shape)
     if isinstance(factor, Virtual) and factor.attribute is None:
         factor = c.base(factor)[0]  # the vector itself, as a view with more dimensions
-    return Step(kind, number, factor, tuple(dims[i] for i in positions))
+    return AffineStep(kind, number, factor, tuple(dims[i] for i in positions))
 
 
 def _blocked(c: Canonical, form: Form, key: Key) -> Refusal:
@@ -224,11 +226,11 @@ class Walk:
 
     key: Key
     dims: Dims
-    steps: tuple[Step, ...] = ()
+    steps: tuple[AffineStep, ...] = ()
     activation: str = "identity"
     addend: tuple[Key, float] | None = None
 
-    def to(self, c: Canonical, value: Key, steps: Sequence[Step] = ()) -> Walk | None:
+    def to(self, c: Canonical, value: Key, steps: Sequence[AffineStep] = ()) -> Walk | None:
         """Return the walk at the operand that the current base is computed from, element by
         element, with steps; None where a rearrangement cannot be followed."""
         base, inner = c.base(value)
@@ -281,23 +283,23 @@ def trace_on(c: Canonical, walk: Walk) -> Trace:
         walk = inner
 
 
-def affine(c: Canonical, key: Key, form: Form) -> tuple[Key, list[Step]] | None:
+def affine(c: Canonical, key: Key, form: Form) -> tuple[Key, list[AffineStep]] | None:
     """Read scale and add as (value, steps last first), None when they are not affine."""
     pairs: list[tuple[Key, float, str, Key, float]] = []
     if isinstance(form, Scale):
         if isinstance(form.factor, float):
-            return form.value, [Step("scale", form.factor)]
+            return form.value, [AffineStep("scale", form.factor)]
         pairs = [(value, 1.0, "vector", factor, 1.0) for value, factor in form.orders]
     elif isinstance(form, Add):
         if isinstance(form.b, float):
-            return (form.a, [Step("scale", form.alpha)]) if form.b == 0.0 else None
+            return (form.a, [AffineStep("scale", form.alpha)]) if form.b == 0.0 else None
         one, two = (form.a, form.alpha), (form.b, form.beta)
         pairs = [(*one, "bias", *two), (*two, "bias", *one)]
     for value, own, kind, constant, number in pairs:
         if c.shape(value) == c.shape(key) and not isinstance(c.form(value), Leaf):
             step = _step_over(c, kind, constant, key, number)
             if step is not None:
-                return value, [step, Step("scale", own)]
+                return value, [step, AffineStep("scale", own)]
     return None
 
 
@@ -320,10 +322,10 @@ class Chain:
 
     first: Stage
     second: Stage | None
-    middle: tuple[Step, ...]
+    middle: tuple[AffineStep, ...]
     out: Key
     out_dims: Dims
-    after: tuple[Step, ...] = ()
+    after: tuple[AffineStep, ...] = ()
     activation: str = "identity"
     base: Stage | None = None
     addend: tuple[Key, float] | None = None
@@ -334,23 +336,23 @@ class Chain:
     bits: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def u(self) -> Weight:
+    def u(self) -> ConstantMatrix:
         """Return the first factor, [k, r]."""
         return self.first.weight
 
     @property
-    def v(self) -> Weight:
+    def v(self) -> ConstantMatrix:
         """Return the second factor, [r, n]."""
         assert self.second is not None
         return self.second.weight
 
     @property
-    def factors(self) -> tuple[Weight, ...]:
+    def factors(self) -> tuple[ConstantMatrix, ...]:
         """Return u and v, or the one dense weight."""
         return (self.u,) if self.second is None else (self.u, self.v)
 
     @property
-    def letters(self) -> dict[str, Weight]:
+    def letters(self) -> dict[str, ConstantMatrix]:
         """Return the weights by the letters that ops have for them: u and v, the dense w, or all
         three."""
         if self.second is None:
@@ -380,7 +382,7 @@ class Chain:
         return self.factors[-1].n
 
     @property
-    def steps(self) -> tuple[Step, ...]:
+    def steps(self) -> tuple[AffineStep, ...]:
         """Return the steps between and after the products."""
         return (*self.middle, *self.after)
 
@@ -578,7 +580,7 @@ def join_stages(
     return Chain(first, second, steps, second.key, out_dims)
 
 
-def _along_tokens(steps: Sequence[Step], dims: Dims, n: int) -> Step | None:
+def _along_tokens(steps: Sequence[AffineStep], dims: Dims, n: int) -> AffineStep | None:
     """Return the first step with a vector that is not over all n features of a value with dims."""
     for step in steps:
         moved = views.compose(step.dims, dims)
@@ -669,7 +671,7 @@ def trace_addend(c: Canonical, node: fx.Node) -> Trace | None:
     if not isinstance(form, Add) or isinstance(form.b, float) or not isinstance(form.a, Virtual):
         return None
     at, scale = Walk(node, c.whole(node), addend=(form.b, form.beta)), form.alpha
-    walk = at.to(c, form.a, [Step("scale", scale)])
+    walk = at.to(c, form.a, [AffineStep("scale", scale)])
     assert walk is not None
     return trace_on(c, walk)
 

@@ -27,7 +27,7 @@ from nmm_compiler.ops.definition import EACH
 from nmm_compiler.ops.launches import view_turned
 from nmm_compiler.ops.linear import CORRECTED, CORRECTED_MLP, CORRECTED_SHARED, SUFFIX
 from nmm_compiler.ops.registration import DEFINITIONS
-from nmm_compiler.passes.chains.chain import Chain, Step, feature_axis, is_whole_feature
+from nmm_compiler.passes.chains.chain import AffineStep, Chain, feature_axis, is_whole_feature
 from nmm_compiler.passes.chains.safety import Refusal, covered, crossed, tokens_to_judge
 from nmm_compiler.passes.emit.editor import Editor, NotEmittedError, aten
 from nmm_compiler.passes.emit.stored import (
@@ -80,7 +80,7 @@ def fold_chain(editor: Editor, chain: Chain) -> dict[str, Any]:
     plain_v: Any = operands.get("v")  # the inner bias times it: no scales are in it yet
     operands |= {"scale": 1.0, "bias": None, "inner_bias": None, "inner_gain": None}
 
-    def absorb(steps: Sequence[Step], width: int) -> None:
+    def absorb(steps: Sequence[AffineStep], width: int) -> None:
         for step in steps:
             bias = operands["bias"]
             if step.kind == "bias":
@@ -200,7 +200,7 @@ def packed(op: Any, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 @dataclass
-class Source:
+class DataOperand:
     """The data operand of a call: a value, and its dimensions over tokens and FEATURE."""
 
     key: Key
@@ -226,13 +226,13 @@ class Source:
         )
 
 
-def best_source(c: Canonical, key: Key, dims: Dims, k: int, final: fx.Node) -> Source:
+def best_source(c: Canonical, key: Key, dims: Dims, k: int, final: fx.Node) -> DataOperand:
     """Return the operand, or the tensor that it is a view or copy of, if that needs no transpose.
 
     The call reads that tensor at its own place, so the views and copies move there: no write and no
     edge of a region, as of no_grad, may lie between.
     """
-    here = Source(key, dims, k)
+    here = DataOperand(key, dims, k)
     base, below = c.base(key)[0], under(c, here)
     if base is key or isinstance(base, Virtual) or below is None:
         return here
@@ -242,14 +242,14 @@ def best_source(c: Canonical, key: Key, dims: Dims, k: int, final: fx.Node) -> S
     return here if crossed(c, moved, final, [base]) else below
 
 
-def under(c: Canonical, source: Source) -> Source | None:
+def under(c: Canonical, source: DataOperand) -> DataOperand | None:
     """Return the base of an operand as the operand; None where it has no such dimensions."""
     base, inner = c.base(source.key)
     inverse = views.invert(inner, source.dims, dict(enumerate(c.sizes(base))))
     return None if inverse is None else dataclasses.replace(source, key=base, dims=inverse)
 
 
-def source_over_raw(c: Canonical, producer: Call, source: Source) -> Source | None:
+def source_over_raw(c: Canonical, producer: Call, source: DataOperand) -> DataOperand | None:
     """Return a reader's x as the [features, tokens] result of a call, None when it does not fit."""
     final = under(c, source)
     if final is None or final.key is not producer.final or producer.n != source.k:
@@ -259,7 +259,7 @@ def source_over_raw(c: Canonical, producer: Call, source: Source) -> Source | No
     if not axes or not is_whole_feature(axes[FEATURE], producer.n):
         return None
     raw = views.compose(producer.dims(producer.n, "col"), axes)
-    turned = None if raw is None else Source(owner_of(source.key), raw, producer.n)
+    turned = None if raw is None else DataOperand(owner_of(source.key), raw, producer.n)
     return turned if turned is not None and turned.is_col() else None
 
 
@@ -326,7 +326,7 @@ class Call:
 
     op: str
     chains: tuple[Chain, ...]
-    source: Source
+    source: DataOperand
     final: fx.Node
     out_dims: Dims
     activation: str = "identity"

@@ -22,7 +22,7 @@ from torch import fx
 
 from nmm_compiler.kernels.number_formats import FP8_MAX
 from nmm_compiler.kernels.packed_formats import MX
-from nmm_compiler.passes.chains.chain import Weight
+from nmm_compiler.passes.chains.chain import ConstantMatrix
 from nmm_compiler.passes.emit.editor import Editor, aten
 from nmm_compiler.passes.graph.canonical import (
     TORCHAO_MX,
@@ -76,7 +76,7 @@ class Stored:
         """Whether one tensor holds values and scales."""
         return self.values is self.scale
 
-    def values_node(self, editor: Editor, weight: Weight) -> fx.Node:
+    def values_node(self, editor: Editor, weight: ConstantMatrix) -> fx.Node:
         """Emit the values of a weight: bytes of MX blocks, or fp8 numbers as a matrix."""
         node = editor.node(self.values)
         if self.is_torchao:
@@ -166,7 +166,7 @@ def clamped(c: Canonical, key: Key) -> Key | None:
     return form.inputs[0] if whole and form.name in ("clamp", "clip") else None
 
 
-def read_eight_bits(c: Canonical, weight: Weight, by_input: bool = False) -> Stored | None:
+def read_eight_bits(c: Canonical, weight: ConstantMatrix, by_input: bool = False) -> Stored | None:
     """Return how a weight that casts and scales make of eight bits is stored; None for another one.
 
     by_input: its scale is to be one for each input.
@@ -200,7 +200,7 @@ def read_eight_bits(c: Canonical, weight: Weight, by_input: bool = False) -> Sto
     return _where_it_lies(c, weight, stored, c.shape(numbers.value))
 
 
-def _where_it_lies(c: Canonical, weight: Weight, stored: Stored, shape: Any) -> Stored:
+def _where_it_lies(c: Canonical, weight: ConstantMatrix, stored: Stored, shape: Any) -> Stored:
     """Return how a weight whose numbers have a shape is stored, with why no kernel reads them."""
     both, why = (stored.values, stored.scale), stored.reason
     leaves = all(isinstance(one, fx.Node) and one.op in _LEAVES for one in both)
@@ -215,7 +215,7 @@ def _where_it_lies(c: Canonical, weight: Weight, stored: Stored, shape: Any) -> 
 
 
 def read_factors(
-    c: Canonical, weights: Sequence[Weight], dtype: torch.dtype | None, why: str
+    c: Canonical, weights: Sequence[ConstantMatrix], dtype: torch.dtype | None, why: str
 ) -> tuple[Stored, ...]:
     """Return how a call that computes in a dtype reads its weights of eight bits: each of them, or
     one with the reason why it reads none; () without such weights.
@@ -243,7 +243,7 @@ def _not_16_bits(dtype: torch.dtype | None) -> str:
 
 
 def read_base(
-    c: Canonical, weight: Weight, dtype: torch.dtype | None, why: str = ""
+    c: Canonical, weight: ConstantMatrix, dtype: torch.dtype | None, why: str = ""
 ) -> Stored | None:
     """Return how a call that computes in a dtype reads a dense weight of few bits, which may have
     a branch; None for another one.
@@ -265,14 +265,14 @@ def read_base(
     return Stored(stored.format, reason=why) if why else stored
 
 
-def _dequantized(c: Canonical, weight: Weight, node: fx.Node) -> Stored:
+def _dequantized(c: Canonical, weight: ConstantMatrix, node: fx.Node) -> Stored:
     """Return how a weight that nmm.dequantize makes is stored."""
     values, scale, format, _ = node.args
     why = "" if format in MX else "no kernel multiplies such numbers; take base='mxfp4' or 'fp8'"
     return _where_it_lies(c, weight, Stored(str(format), values, scale, why), c.shape(node))
 
 
-def _torchao(c: Canonical, weight: Weight, node: fx.Node) -> Stored:
+def _torchao(c: Canonical, weight: ConstantMatrix, node: fx.Node) -> Stored:
     """Return how a leaf that is a quantized weight [n, k], as torchao's are, is stored."""
     value, kind = c.values[node], c.subclasses[node]
     form = _TORCHAO_FORMATS.get(str(getattr(value, "elem_dtype", "")).removeprefix("torch."))

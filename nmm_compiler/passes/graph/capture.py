@@ -75,7 +75,7 @@ def to_graph(model: Any, example_inputs: Any) -> tuple[fx.GraphModule, Sequence[
             "pass them as nmm_compiler.rewrite(model, (x,))"
         )
     else:
-        module = model if isinstance(model, nn.Module) else Function(model)
+        module = model if isinstance(model, nn.Module) else FunctionModule(model)
         try:
             graph = export(module, *given).module()
         except Exception as error:
@@ -138,7 +138,7 @@ def _unflatten_attributes(kind: Any, values: Any, context: Any) -> Any:
     return instance
 
 
-class Function(nn.Module):
+class FunctionModule(nn.Module):
     """A module of a function."""
 
     def __init__(self, function: Callable[..., Any]) -> None:

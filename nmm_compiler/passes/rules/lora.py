@@ -24,8 +24,8 @@ from typing import Any
 from torch import fx
 
 from nmm_compiler.passes.chains.chain import (
+    AffineStep,
     Chain,
-    Step,
     read_projection,
     same_tokens,
     trace_back,
@@ -72,7 +72,7 @@ def _read_sum(c: Canonical, key: Key, form: Add) -> Chain | Refusal | None:
     terms = [(_projection(c, value), factor) for value, factor in _terms(c, form, 1.0)]
     read = [(one, factor) for one, factor in terms if one is not None]
     branches = [
-        dataclasses.replace(one, after=(*one.after, Step("scale", factor)))
+        dataclasses.replace(one, after=(*one.after, AffineStep("scale", factor)))
         for one, factor in read
         if one.second is not None
     ]

@@ -108,7 +108,7 @@ class MLA(Adapter):
     between = Norm
 
 
-class LowRank(Adapter):
+class LowRankChain(Adapter):
     """The plain chain of two products."""
 
     name = "lowrank"

@@ -230,7 +230,7 @@ def arange(start: Any, stop: Any = None, step: Any = None) -> Index:
     return np.arange(low, high, by).view(Index)
 
 
-class Grid(tuple):
+class IndexGrid(tuple):
     """The result of `nl.mgrid[...]`: one dense index per axis, also as .p (partitions), .x, .y,
     .z."""
 
@@ -245,7 +245,7 @@ class Grid(tuple):
 class _MakeGrid:
     """`nl.mgrid`: indexed by slices as `numpy.mgrid` is."""
 
-    def __getitem__(self, key: Any) -> Grid:
+    def __getitem__(self, key: Any) -> IndexGrid:
         parts = key if isinstance(key, tuple) else (key,)
         need(
             all(isinstance(p, slice) and p.stop is not None for p in parts),
@@ -253,7 +253,7 @@ class _MakeGrid:
             Unsupported,
         )
         lines = np.ix_(*(arange(p.start or 0, p.stop, p.step).view(np.ndarray) for p in parts))
-        return Grid(line.view(Index) for line in np.broadcast_arrays(*lines))
+        return IndexGrid(line.view(Index) for line in np.broadcast_arrays(*lines))
 
 
 mgrid = _MakeGrid()

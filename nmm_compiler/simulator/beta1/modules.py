@@ -78,7 +78,7 @@ def _unwrapped(value: Any, now: Session, programs_run: int) -> Any:
     return view
 
 
-class Kernel(standins.JitKernel):
+class Beta1Kernel(standins.JitKernel):
     """The result of `nki.jit` in Beta 1: launched as kernel(...) or kernel[grid](...).
 
     checked: parameters are read-only unless annotated as mutable; kernels of the older convention,
@@ -86,7 +86,7 @@ class Kernel(standins.JitKernel):
     """
 
     def __init__(self, function: Any, launch: Grid = (), *, checked: bool = True) -> None:
-        if isinstance(function, Kernel):  # of two decorators
+        if isinstance(function, Beta1Kernel):  # of two decorators
             function, launch, checked = function.function, function.launch, function.checked
         spread = [max(dimension) + 1 for dimension in launch]  # over so many cores
         if sum(cores > 1 for cores in spread) > 1:
@@ -97,7 +97,7 @@ class Kernel(standins.JitKernel):
         super().__init__(function, max(spread, default=1))
         self.launch, self.checked = launch, checked
 
-    def __getitem__(self, grid: Any) -> Kernel:
+    def __getitem__(self, grid: Any) -> Beta1Kernel:
         given = grid if type(grid) is tuple else (grid,)
         launch = tuple(d if isinstance(d, Dimension) else spmd_dim(d, 1) for d in given)
         return type(self)(self.function, launch, checked=self.checked)
@@ -134,7 +134,7 @@ class Kernel(standins.JitKernel):
         return self.function(*args, **kwargs)
 
 
-class Benchmark(Kernel):
+class Benchmark(Beta1Kernel):
     """The result of `nki.benchmark`: a call simulates the timing; `benchmark_result` holds it."""
 
     benchmark_result: SimpleNamespace | None = None
@@ -149,9 +149,9 @@ class Benchmark(Kernel):
         return None
 
 
-kernel_of = standins.decorator(Kernel)
+kernel_of = standins.decorator(Beta1Kernel)
 benchmark = standins.decorator(Benchmark)
-unchecked = standins.decorator(functools.partial(Kernel, checked=False))
+unchecked = standins.decorator(functools.partial(Beta1Kernel, checked=False))
 _MODES: dict[str, Function] = {
     **dict.fromkeys(("auto", "jax", "torchxla", "baremetal", "simulation"), kernel_of),
     "benchmark": benchmark,
@@ -168,7 +168,7 @@ def jit(function: Any = None, mode: str = "auto", **options: Any) -> Any:
 
 def simulate_kernel(kernel: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a kernel on NumPy arrays; return its outputs."""
-    return standins.simulate_kernel(Kernel(kernel, checked=False))(*args, **kwargs)
+    return standins.simulate_kernel(Beta1Kernel(kernel, checked=False))(*args, **kwargs)
 
 
 # Modules

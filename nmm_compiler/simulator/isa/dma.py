@@ -13,7 +13,7 @@ from nmm_compiler.simulator.isa.instruction import Steps, instruction
 from nmm_compiler.simulator.isa.operands import (
     DMA_MEMORIES,
     SBUF,
-    Call,
+    Issue,
     check_conversion,
 )
 from nmm_compiler.simulator.isa.operators import Takes
@@ -34,7 +34,7 @@ _UNKNOWN, _SKIP = engine.unknown, oob_mode.skip
     packed=True,
 )
 def dma_copy(
-    call: Call,
+    call: Issue,
     dst: Any,
     src: Any,
     priority: Any = None,
@@ -79,7 +79,7 @@ def _chooses_rows(*views: NkiTensor) -> bool:
     packed=True,
 )
 def dma_transpose(
-    call: Call,
+    call: Issue,
     dst: Any,
     src: Any,
     axes: Any = None,
@@ -129,7 +129,7 @@ def dma_transpose(
     put(dst, call.move(values), exact=True)
 
 
-def _check_row_indices(call: Call, src: NkiTensor, mode: str, two_bytes: bool) -> None:
+def _check_row_indices(call: Issue, src: NkiTensor, mode: str, two_bytes: bool) -> None:
     """Check dma_transpose of rows that an index tensor chooses."""
     rows, index = src.shape[0], src.indirection.index
     call.need(
@@ -152,7 +152,7 @@ def _check_row_indices(call: Call, src: NkiTensor, mode: str, two_bytes: bool) -
     )
 
 
-def _check_read_modify_write(call: Call, dst: NkiTensor, srcs: list[NkiTensor]) -> None:
+def _check_read_modify_write(call: Issue, dst: NkiTensor, srcs: list[NkiTensor]) -> None:
     """Check dma_compute with row indices: dst[i] += SBUF data, or SBUF dst += src[i]."""
     plain, *rows = sorted(srcs, key=_chooses_rows)
     of_dst, in_sbuf = (rows[0], plain) if rows and _chooses_rows(dst) else (plain, dst)
@@ -175,7 +175,7 @@ def _check_read_modify_write(call: Call, dst: NkiTensor, srcs: list[NkiTensor]) 
     operators={"reduce_op": Takes("", ("add",))},
 )
 def dma_compute(
-    call: Call,
+    call: Issue,
     dst: Any,
     srcs: Any,
     reduce_op: Any,

@@ -16,7 +16,7 @@ from nmm_compiler.simulator.isa.enums import engine, reduce_cmd
 from nmm_compiler.simulator.isa.instruction import Steps, instruction
 from nmm_compiler.simulator.isa.operands import (
     ANY_DTYPE,
-    Call,
+    Issue,
     check_conversion,
     check_dtype,
 )
@@ -26,7 +26,7 @@ from nmm_compiler.simulator.isa.operators import (
     ARITHMETIC,
     BINARY,
     TWO_OPERANDS,
-    Op,
+    Operator,
     Takes,
 )
 from nmm_compiler.simulator.isa.values import (
@@ -60,7 +60,7 @@ _PAIRS = {"multiply": ("add", "subtract", "bypass"), "add": ("bypass",), "subtra
     cycles=cycles.copy,
 )
 def tensor_copy(
-    call: Call,
+    call: Issue,
     dst: Any,
     src: Any,
     engine: Any = _UNKNOWN,
@@ -76,7 +76,7 @@ def tensor_copy(
     put(dst, src.load() if same else f32(src), exact=same)
 
 
-def _check_constant(call: Call, role: str, value: Any, dst: NkiTensor) -> None:
+def _check_constant(call: Issue, role: str, value: Any, dst: NkiTensor) -> None:
     """Raise OperandError unless dst's type holds the compile-time number."""
     kind = dst.dtype.kind
     call.number(role, value)
@@ -95,7 +95,7 @@ def _check_constant(call: Call, role: str, value: Any, dst: NkiTensor) -> None:
     packed=True,
     cycles=cycles.memset,
 )
-def memset(call: Call, dst: Any, value: Any, engine: Any = _UNKNOWN) -> Steps:
+def memset(call: Issue, dst: Any, value: Any, engine: Any = _UNKNOWN) -> Steps:
     """Fill dst with a compile-time constant."""
     _check_constant(call, "value", value, dst)
     yield {"nonzero": value != 0}
@@ -126,7 +126,7 @@ def _exact(function: Any, a: Any, b: Any, dtype: Any) -> np.ndarray:
     cycles=cycles.two_inputs,
 )
 def tensor_tensor(
-    call: Call,
+    call: Issue,
     dst: Any,
     data1: Any,
     data2: Any,
@@ -160,7 +160,7 @@ def tensor_tensor(
     cycles=cycles.copy,
 )
 def tensor_scalar(
-    call: Call,
+    call: Issue,
     dst: Any,
     data: Any,
     op0: Any,
@@ -210,7 +210,7 @@ def tensor_scalar(
     cycles=cycles.two_inputs,
 )
 def scalar_tensor_tensor(
-    call: Call,
+    call: Issue,
     dst: Any,
     data: Any,
     op0: Any,
@@ -232,7 +232,7 @@ def scalar_tensor_tensor(
     streams="data",
     cycles=cycles.linear("vector_reciprocal_cycles"),
 )
-def reciprocal(call: Call, dst: Any, data: Any) -> None:
+def reciprocal(call: Issue, dst: Any, data: Any) -> None:
     """dst = 1 / data on VectorE."""
     put(dst, F32(1.0) / f32(data))
 
@@ -250,7 +250,7 @@ def reciprocal(call: Call, dst: Any, data: Any) -> None:
     cycles=cycles.two_inputs,
 )
 def tensor_copy_predicated(
-    call: Call,
+    call: Issue,
     dst: Any,
     src: Any,
     predicate: Any,
@@ -283,7 +283,7 @@ _EXP_INPUTS = (_EXP_RESULTS | {"uint32"}) - {"tfloat32"}
     cycles=cycles.reducing,
 )
 def activation(
-    call: Call,
+    call: Issue,
     dst: Any,
     op: Any,
     data: Any,
@@ -310,7 +310,9 @@ def activation(
     put_with_sum(call, _apply(call.machine, op, f32(data), scale, bias))
 
 
-def _apply(machine: Machine, function: Op, values: np.ndarray, scale: Any, bias: Any) -> np.ndarray:
+def _apply(
+    machine: Machine, function: Operator, values: np.ndarray, scale: Any, bias: Any
+) -> np.ndarray:
     if scale.__class__ is NkiTensor or scale != 1.0:
         values = values * scalar_value(scale, values.ndim)
     if bias is not None and (bias.__class__ is NkiTensor or bias != 0.0):
@@ -359,7 +361,7 @@ def activation_reduce(
     indirect="dst data",
 )
 def activate2(
-    call: Call,
+    call: Issue,
     dst: Any,
     op: Any,
     data: Any,
@@ -403,7 +405,7 @@ def activate2(
     indirect="dst src",
 )
 def exponential(
-    call: Call,
+    call: Issue,
     dst: Any,
     src: Any,
     max_value: Any = 0.0,

@@ -14,7 +14,7 @@ from nmm_compiler.errors import HazardError, KernelArgumentError, OutOfBoundsErr
 from nmm_compiler.simulator.isa import cycles, poison
 from nmm_compiler.simulator.isa.enums import reduce_cmd
 from nmm_compiler.simulator.isa.instruction import Steps, instruction
-from nmm_compiler.simulator.isa.operands import ANY_DTYPE, INT32, SBUF, Call
+from nmm_compiler.simulator.isa.operands import ANY_DTYPE, INT32, SBUF, Issue
 from nmm_compiler.simulator.isa.operators import Takes
 from nmm_compiler.simulator.isa.values import F32, f32, put, put_with_sum, rows_of, scalar_value
 from nmm_compiler.simulator.tensors.dtypes import FLOAT32, FLOATS, INTEGERS
@@ -29,7 +29,7 @@ FP32_MIN = float(np.finfo(np.float32).min)
 
 
 def affine_values(
-    call: Call, dst: NkiTensor, pattern: Any, offset: int, multiplier: int
+    call: Issue, dst: NkiTensor, pattern: Any, offset: int, multiplier: int
 ) -> np.ndarray:
     """Return int64 offset + partition * multiplier + sum(index * step), [P, elements]."""
     call.need(
@@ -60,7 +60,7 @@ def affine_values(
     cycles=cycles.linear(fixed="gpsimd_fixed_cycles"),
 )
 def iota(
-    call: Call,
+    call: Issue,
     dst: Any,
     pattern: Any,
     offset: Any = 0,
@@ -83,7 +83,7 @@ def iota(
     cycles=cycles.linear(fixed="gpsimd_fixed_cycles"),
 )
 def affine_select(
-    call: Call,
+    call: Issue,
     dst: Any,
     pattern: Any,
     channel_multiplier: Any,
@@ -111,7 +111,7 @@ def affine_select(
     commands="idle reset reduce reset_reduce",
 )
 def range_select(
-    call: Call,
+    call: Issue,
     dst: Any,
     on_true_tile: Any,
     comp_op0: Any,
@@ -160,7 +160,7 @@ def range_select(
     cycles=cycles.two_inputs,
 )
 def select_reduce(
-    call: Call,
+    call: Issue,
     dst: Any,
     predicate: Any,
     on_true: Any,
@@ -192,7 +192,7 @@ _NUMBERS = frozenset({"float32", "int32"})
     same_dtype="dst data",
     packed=True,
 )
-def nc_n_gather(call: Call, dst: Any, data: Any, indices: Any) -> None:
+def nc_n_gather(call: Issue, dst: Any, data: Any, indices: Any) -> None:
     """dst[p, i] = data[p].flatten()[indices[p, i]] in every partition."""
     rows = data.shape[0]
     chosen = indices.load(f"indices of {call.name}").reshape(rows, -1).astype(np.int64)
@@ -213,7 +213,7 @@ def nc_n_gather(call: Call, dst: Any, data: Any, indices: Any) -> None:
     cycles=cycles.local_gather,
 )
 def local_gather(
-    call: Call,
+    call: Issue,
     dst: Any,
     src_buffer: Any,
     index: Any,
@@ -263,7 +263,7 @@ def _of_groups(values: np.ndarray) -> np.ndarray:
     same_dtype="dst src",
     packed=True,
 )
-def nc_stream_shuffle(call: Call, dst: Any, src: Any, shuffle_mask: Any) -> Steps:
+def nc_stream_shuffle(call: Issue, dst: Any, src: Any, shuffle_mask: Any) -> Steps:
     """dst[p] = src[mask[p]] within each quadrant of 32 partitions; 255 leaves dst[p]."""
     says = "shuffle_mask must be a list of 32 entries, each 0..31 or 255"
     call.need(isinstance(shuffle_mask, (list, tuple)), says, KernelArgumentError)
@@ -299,7 +299,7 @@ def nc_stream_shuffle(call: Call, dst: Any, src: Any, shuffle_mask: Any) -> Step
     integers={"index_offset": INT32, "padding_val": INT32},
 )
 def nonzero_with_count(
-    call: Call,
+    call: Issue,
     dst: Any,
     src: Any,
     index_offset: Any = 0,
@@ -322,7 +322,7 @@ def nonzero_with_count(
     memory=SBUF,
     dtypes={"dst": _NUMBERS, "segment_ids": _NUMBERS},
 )
-def sequence_bounds(call: Call, dst: Any, segment_ids: Any) -> None:
+def sequence_bounds(call: Issue, dst: Any, segment_ids: Any) -> None:
     """dst[0, 0, i], dst[0, 1, i] = first and past-the-end index of the segment of element i."""
     ids = segment_ids.load(f"a comparison, {call.name}").reshape(-1)
     same = ids[:, None] == ids
@@ -345,7 +345,7 @@ def sequence_bounds(call: Call, dst: Any, segment_ids: Any) -> None:
     flows={"val_dst": poison.everywhere, "idx_dst": poison.everywhere},
     cycles=cycles.topk,
 )
-def topk(call: Call, val_dst: Any, idx_dst: Any, src: Any, n: Any) -> Steps:
+def topk(call: Issue, val_dst: Any, idx_dst: Any, src: Any, n: Any) -> Steps:
     """Find the K largest of each group's n elements, ascending, with their indices, on GpSimd.
 
     A group of 16 partitions holds its elements column by column: element e sits in partition

@@ -35,7 +35,7 @@ from nmm_compiler.simulator.isa import enums
 from nmm_compiler.simulator.isa.cycles import Cycles, one_pass
 from nmm_compiler.simulator.isa.operands import (
     ON_CHIP,
-    Call,
+    Issue,
     check_dtype,
     check_hazard,
     collide,
@@ -95,7 +95,7 @@ class Row:
     same_dtype: operands that have one dtype.
     pair: two operands that VectorE or GpSimd reads at once: not both in PSUM, in SBUF from the
         same partition on.
-    operators: which operators a parameter takes; the function gets an `Op`.
+    operators: which operators a parameter takes; the function gets an `Operator`.
     integers: compile-time integers and their ranges.
     commands: members of reduce_cmd; first_value: the parameter that load_reduce starts from.
     indirect: operands that may be `.indirect()` views. indirect_engines: the engines for that, all
@@ -249,7 +249,7 @@ class Row:
         self, machine: Machine, arguments: Arguments, name: Any, key: Any, known: Outcome | None
     ) -> Instruction | None:
         """Check a call as far as no earlier one answers for it, record it and compute."""
-        call, warned = Call(machine, self, arguments), machine.warned
+        call, warned = Issue(machine, self, arguments), machine.warned
         self._resolve(call)
         if known is None:
             self._check(call)
@@ -277,7 +277,7 @@ class Row:
             spread(call)
         return record if self.named else None
 
-    def _resolve(self, call: Call) -> None:
+    def _resolve(self, call: Issue) -> None:
         """Replace arguments by what they mean: members, operators, integers."""
         arguments = call.arguments
         for role, members in self.members:
@@ -298,7 +298,7 @@ class Row:
             fits = isinstance(arguments[role], _SEQUENCES) and len(arguments[role]) > 0
             call.need(fits, f"{role} must be a list of tensors", KernelArgumentError)
 
-    def _check(self, call: Call) -> None:
+    def _check(self, call: Issue) -> None:
         """Check the operands against the row."""
         call.machine.require(self.op)
         for role in self.roles:
@@ -324,7 +324,7 @@ class Row:
         if self.commands:
             self._check_command(call, call.arguments["reduce_cmd"])
 
-    def _check_operand(self, call: Call, role: str, view: Any) -> None:
+    def _check_operand(self, call: Issue, role: str, view: Any) -> None:
         """Check one operand, a tensor or a number, against the row."""
         if role in self.constants and not isinstance(view, NkiTensor):
             call.need(isinstance(view, _NUMBERS), f"{role} must be a number or a tensor")
@@ -357,7 +357,7 @@ class Row:
         says = f"{role} has at most {most} dimensions; flatten some"
         call.should(len(view.shape) <= most, says)
 
-    def _check_sizes(self, call: Call) -> None:
+    def _check_sizes(self, call: Issue) -> None:
         """Refuse operands whose sizes do not fit together."""
         sizes: dict[str, int] = {}
         fit = True
@@ -370,7 +370,7 @@ class Row:
         fit = fit and all(sizes.get(x, known.start) in known for x, known in self.limits.items())
         call.need(fit, f"shapes, as partitions and elements per partition, must be {self.shapes}")
 
-    def _check_command(self, call: Call, command: Any) -> None:
+    def _check_command(self, call: Issue, command: Any) -> None:
         """Check reduce_cmd, and that a first value comes with load_reduce and only with it."""
         name, first = command.name, self.first_value
         call.need(
@@ -385,7 +385,7 @@ class Row:
             fits = not isinstance(given, NkiTensor) and given == self.defaults.get(first)
         call.need(fits, says, KernelArgumentError)
 
-    def _check_operators(self, call: Call) -> None:
+    def _check_operators(self, call: Issue) -> None:
         """Check that binary operators have their number and others none, and bits of integers."""
         ops, kind = {r: call.arguments[r] for r in self.operators}, UnsupportedInstructionError
         for role, number in self.number_of.items():
@@ -408,7 +408,7 @@ class Row:
                 "bit operators need integers; use .view(dtype) for a tensor's bits",
             )
 
-    def _finish(self, call: Call) -> None:
+    def _finish(self, call: Issue) -> None:
         """Check what the engine decides, and that nothing is overwritten before it is read."""
         if not call.engine:
             call.engine = call.choose() if len(self.engines) > 1 else self.engines[0]
@@ -437,7 +437,7 @@ class Row:
 
 def instruction(
     **row: Any,
-) -> Callable[[Callable[Concatenate[Call, P], Any]], Callable[P, Any]]:
+) -> Callable[[Callable[Concatenate[Issue, P], Any]], Callable[P, Any]]:
     """Return the decorator that makes the instruction of a function, with these fields of a row."""
     return functools.partial(Row, **row)
 

@@ -31,10 +31,10 @@ ANY_DTYPE: frozenset[str] = frozenset()
 """Of an operand that may have any dtype."""
 
 
-class Call:
+class Issue:
     """One call of an instruction, until it is recorded.
 
-    row: the instruction. arguments: by role, with operators resolved to `Op`.
+    row: the instruction. arguments: by role, with operators resolved to `Operator`.
     engine: its name, "" until it is chosen.
     reads, writes: the regions of the operands.
     kept: mask of the inputs that it reads, None for all of them.
@@ -111,13 +111,13 @@ class Call:
         return int(value)
 
 
-def check_dtype(call: Call, role: str, view: NkiTensor, allowed: frozenset[str]) -> None:
+def check_dtype(call: Issue, role: str, view: NkiTensor, allowed: frozenset[str]) -> None:
     """Check that the operand is of an allowed dtype."""
     says = f"{role} is {view.dtype}; use {' or '.join(sorted(allowed))}"
     call.should(view.dtype in allowed, says)
 
 
-def member(call: Call, role: str, given: Any, members: type[Enum]) -> Enum:
+def member(call: Issue, role: str, given: Any, members: type[Enum]) -> Enum:
     """Return the member of an enumeration that a parameter means, or refuse it.
 
     None means `unknown`, or the first member where the enumeration has no such one.
@@ -134,7 +134,7 @@ def member(call: Call, role: str, given: Any, members: type[Enum]) -> Enum:
     return known[0]
 
 
-def check_conversion(call: Call, dst: NkiTensor, src: NkiTensor) -> None:
+def check_conversion(call: Issue, dst: NkiTensor, src: NkiTensor) -> None:
     """Refuse to convert x4-packed elements, each of which holds four numbers."""
     call.need(
         dst.dtype == src.dtype or "packed" not in (dst.dtype.kind, src.dtype.kind),
@@ -142,7 +142,7 @@ def check_conversion(call: Call, dst: NkiTensor, src: NkiTensor) -> None:
     )
 
 
-def indirect_operand(call: Call, role: str, view: NkiTensor, allowed: Sequence[str]) -> None:
+def indirect_operand(call: Issue, role: str, view: NkiTensor, allowed: Sequence[str]) -> None:
     """Check a view whose address is known at run time only; the call reads its index, too.
 
     allowed: the engines on which the operand may be a `.indirect()` view.
@@ -214,7 +214,7 @@ def same_view(a: Any, b: Any) -> bool:
     return (i.kind, i.dim, i.step) == (j.kind, j.dim, j.step) and same_view(i.index, j.index)
 
 
-def check_hazard(call: Call, dst: NkiTensor, src: NkiTensor, streams: bool) -> None:
+def check_hazard(call: Issue, dst: NkiTensor, src: NkiTensor, streams: bool) -> None:
     """Refuse an instruction that overwrites an element before it reads it.
 
     streams: elements of src are read in the order in which those of dst are written, so that an

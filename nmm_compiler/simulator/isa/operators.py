@@ -1,8 +1,8 @@
 """The operators that instructions take: ALU operators and activation functions, on float32.
 
 Kernels name an operator by the `nki.language` function (`op=nl.add`); that function carries an
-`Op` as its attribute `nki_op`. Arithmetic is float32, as on the engines; bit operators work on
-integers as they are. Comparisons and logical operators give 1.0 or 0.0.
+`Operator` as its attribute `nki_op`. Arithmetic is float32, as on the engines; bit operators work
+on integers as they are. Comparisons and logical operators give 1.0 or 0.0.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from nmm_compiler.errors import UnsupportedInstructionError, closest
-from nmm_compiler.simulator.isa.operands import Call
+from nmm_compiler.simulator.isa.operands import Issue
 
 _F = np.float32
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Op:
+class Operator:
     """One operator.
 
     kind: "arith", "bitvec", "unary" (ALU) or "" when it is no ALU operator.
@@ -140,43 +140,43 @@ def _logical_shift(x: Any, y: Any, move: Callable[..., Any]) -> Any:
 
 _INF = math.inf
 _LIST = [
-    *(Op(name, "arith", function, None, function, identity) for name, function, identity in (
+    *(Operator(name, "arith", function, None, function, identity) for name, function, identity in (
         ("add", np.add, 0.0), ("subtract", np.subtract, 0.0), ("multiply", np.multiply, 1.0),
         ("maximum", np.maximum, -_INF), ("minimum", np.minimum, _INF), ("max", np.maximum, -_INF),
         ("min", np.minimum, _INF),
     )),
-    *(Op(name, "bitvec", function, None, function, identity) for name, function, identity in (
+    *(Operator(name, "bitvec", function, None, function, identity) for name, function, identity in (
         ("bitwise_and", np.bitwise_and, -1), ("bitwise_or", np.bitwise_or, 0),
         ("bitwise_xor", np.bitwise_xor, 0),
     )),
-    *(Op(name, "arith", _truth(function), None, function, identity)
+    *(Operator(name, "arith", _truth(function), None, function, identity)
       for name, function, identity in (
         ("logical_and", np.logical_and, 1.0), ("logical_or", np.logical_or, 0.0),
         ("logical_xor", np.logical_xor, 0.0),
     )),
-    *(Op(name, "arith", _truth(getattr(np, name))) for name in (
+    *(Operator(name, "arith", _truth(getattr(np, name))) for name in (
         "equal", "not_equal", "greater_equal", "greater", "less_equal", "less",
     )),
-    *(Op(name, "arith", getattr(np, name)) for name in ("divide", "power", "mod", "fmod")),
-    Op("average", "arith", None, None, np.add, 0.0),
-    Op("abs_max", "arith", functools.partial(_by_size, np.greater)),
-    Op("abs_min", "arith", functools.partial(_by_size, np.less)),
-    Op("left_shift", "bitvec", lambda x, y: _logical_shift(x, y, np.left_shift)),
-    Op("right_shift", "bitvec", lambda x, y: _logical_shift(x, y, np.right_shift)),
-    Op("invert", "bitvec unary", np.invert),
-    Op("logical_not", "unary", lambda x: (np.asarray(x) == 0).astype(_F)),
-    Op("bypass", "bypass", lambda x, y=None: x),
-    Op("negative", "unary", np.negative),
-    *(Op(name, "unary", function, function) for name, function in (
+    *(Operator(name, "arith", getattr(np, name)) for name in ("divide", "power", "mod", "fmod")),
+    Operator("average", "arith", None, None, np.add, 0.0),
+    Operator("abs_max", "arith", functools.partial(_by_size, np.greater)),
+    Operator("abs_min", "arith", functools.partial(_by_size, np.less)),
+    Operator("left_shift", "bitvec", lambda x, y: _logical_shift(x, y, np.left_shift)),
+    Operator("right_shift", "bitvec", lambda x, y: _logical_shift(x, y, np.right_shift)),
+    Operator("invert", "bitvec unary", np.invert),
+    Operator("logical_not", "unary", lambda x: (np.asarray(x) == 0).astype(_F)),
+    Operator("bypass", "bypass", lambda x, y=None: x),
+    Operator("negative", "unary", np.negative),
+    *(Operator(name, "unary", function, function) for name, function in (
         ("abs", np.abs), ("square", np.square), ("relu", lambda x: np.maximum(x, _F(0))),
     )),
-    Op("rsqrt", "unary", _rsqrt, _rsqrt, valid=(2.0**-87, 2.0**97)),
-    Op("reciprocal", "unary", np.reciprocal, np.reciprocal, valid=(2.0**-42, 2.0**42)),
-    Op("log", activation=np.log, valid=(2.0**-64, 2.0**64)),
-    Op("sin", activation=_sin, valid=(-math.pi, math.pi)),
-    Op("arctan", activation=_wide(np.arctan), valid=(-math.pi / 2, math.pi / 2)),
-    Op("sqrt", activation=np.sqrt, valid=(2.0**-116, 2.0**118)),
-    *(Op(name, activation=function) for name, function in {
+    Operator("rsqrt", "unary", _rsqrt, _rsqrt, valid=(2.0**-87, 2.0**97)),
+    Operator("reciprocal", "unary", np.reciprocal, np.reciprocal, valid=(2.0**-42, 2.0**42)),
+    Operator("log", activation=np.log, valid=(2.0**-64, 2.0**64)),
+    Operator("sin", activation=_sin, valid=(-math.pi, math.pi)),
+    Operator("arctan", activation=_wide(np.arctan), valid=(-math.pi / 2, math.pi / 2)),
+    Operator("sqrt", activation=np.sqrt, valid=(2.0**-116, 2.0**118)),
+    *(Operator(name, activation=function) for name, function in {
         "copy": lambda x: x, "exp": np.exp, "sign": np.sign, "tanh": _wide(np.tanh),
         "sigmoid": _sigmoid, "prelu": None, "gelu": _gelu, "gelu_dx": _gelu_dx,
         "gelu_apprx_tanh": _gelu_tanh, "gelu_apprx_sigmoid": _swish(1.702),
@@ -186,7 +186,7 @@ _LIST = [
 ]  # fmt: skip
 _YOUNG = ("abs_max", "abs_min", "square", "relu")
 """Operators that the ALU has since trn3."""
-BY_NAME: dict[str, Op] = {op.name: op for op in _LIST}
+BY_NAME: dict[str, Operator] = {op.name: op for op in _LIST}
 _NUMPY_NAMES = {"absolute": "abs", "true_divide": "divide", "max": "maximum", "min": "minimum"}
 
 
@@ -203,14 +203,14 @@ class Takes:
     default: str = ""
     kinds: tuple[str, ...] = ()
 
-    def resolve(self, call: Call, role: str, given: Any, default: Any) -> Op | None:
+    def resolve(self, call: Issue, role: str, given: Any, default: Any) -> Operator | None:
         """Return the operator that an argument means, an `nki.language` function or a NumPy ufunc;
         refuse one that the parameter lacks."""
         if given is None and default is None:
             return BY_NAME.get(self.default)
         name, problem = getattr(given, "__name__", str(given)), ""
         known = BY_NAME.get(_NUMPY_NAMES.get(name, name))
-        found: Any = given if isinstance(given, Op) else getattr(given, "nki_op", known)
+        found: Any = given if isinstance(given, Operator) else getattr(given, "nki_op", known)
         if found is None:
             call.need(
                 False,

@@ -17,7 +17,7 @@ from nmm_compiler.simulator.isa.instruction import Steps, instruction
 from nmm_compiler.simulator.isa.operands import (
     DMA_MEMORIES,
     SBUF,
-    Call,
+    Issue,
     check_dtype,
 )
 from nmm_compiler.simulator.isa.values import F32, f32, put, scalar_value
@@ -35,7 +35,7 @@ _UNIFORM = VECTOR_FLOATS | INTEGERS - {"int64", "uint64"}
     operands="-> dst",
     dtypes={"dst": INTEGERS - {"int64", "uint64"}},
 )
-def rng(call: Call, dst: Any, engine: Any = engine.vector) -> None:
+def rng(call: Issue, dst: Any, engine: Any = engine.vector) -> None:
     """dst = random bits, the low bits of 32, on VectorE or GpSimd."""
     bits = call.machine.random_state.integers(0, 1 << 32, dst.shape, np.uint64)
     item = dst.dtype.item_bytes
@@ -48,14 +48,14 @@ def rng(call: Call, dst: Any, engine: Any = engine.vector) -> None:
     operands="src_seeds[1 1] ->",
     dtypes={"src_seeds": frozenset({"float32", "tfloat32", "int32", "uint32"})},
 )
-def set_rng_seed(call: Call, src_seeds: Any) -> None:
+def set_rng_seed(call: Issue, src_seeds: Any) -> None:
     """Seed VectorE's generator with a [1, 1] 32-bit value."""
     bits = src_seeds.load(f"src_seeds of {call.name}").tobytes()
     seed = int.from_bytes(bits, "little")
     call.machine.random_state = np.random.default_rng(seed)
 
 
-def _check_state(call: Call, view: NkiTensor) -> str:
+def _check_state(call: Issue, view: NkiTensor) -> str:
     """Return the engine whose state a tile holds, after the rules for it."""
     chosen = call.choose()
     wanted = 6 if chosen == "gpsimd" else 24
@@ -71,7 +71,7 @@ def _check_state(call: Call, view: NkiTensor) -> str:
     operands="src_seeds ->",
     memory=SBUF,
 )
-def rand_set_state(call: Call, src_seeds: Any, engine: Any = engine.gpsimd) -> Steps:
+def rand_set_state(call: Issue, src_seeds: Any, engine: Any = engine.gpsimd) -> Steps:
     """Seed an engine's generators from a uint32 tile."""
     machine, chosen = call.machine, _check_state(call, src_seeds)
     yield {}
@@ -84,7 +84,7 @@ def rand_set_state(call: Call, src_seeds: Any, engine: Any = engine.gpsimd) -> S
     engines="gpsimd vector",
     operands="-> dst",
 )
-def rand_get_state(call: Call, dst: Any, engine: Any = engine.gpsimd) -> Steps:
+def rand_get_state(call: Issue, dst: Any, engine: Any = engine.gpsimd) -> Steps:
     """Store an engine's generator state: what was last set, or zeros."""
     machine, chosen = call.machine, _check_state(call, dst)
     if dst.memory == "psum":
@@ -102,7 +102,7 @@ def rand_get_state(call: Call, dst: Any, engine: Any = engine.gpsimd) -> Steps:
     numbers={"min": FLOAT32, "max": FLOAT32},
     dtypes={"dst": _UNIFORM},
 )
-def rand2(call: Call, dst: Any, min: Any, max: Any) -> Steps:
+def rand2(call: Issue, dst: Any, min: Any, max: Any) -> Steps:
     """dst = uniform random numbers in [min, max] on VectorE of trn3."""
     call.need(call.tensors(call.row.reads) or min < max, "min must be below max", HazardError)
     yield {}
@@ -118,7 +118,7 @@ def rand2(call: Call, dst: Any, min: Any, max: Any) -> Steps:
     streams="data",
     same_dtype="dst data",
 )
-def dropout(call: Call, dst: Any, data: Any, prob: Any) -> Steps:
+def dropout(call: Issue, dst: Any, data: Any, prob: Any) -> Steps:
     """dst = data with elements replaced by zero with probability `prob`, on VectorE."""
     if prob.__class__ is NkiTensor and data.dtype not in FLOATS:
         check_dtype(call, "prob", prob, FLOAT32)
@@ -155,7 +155,7 @@ def register_alloc(x: Any = None) -> VirtualRegister:
 
 
 @instruction(engines="sync", waits=True, named=False)
-def register_move(call: Call, dst: VirtualRegister, src: Any) -> Steps:
+def register_move(call: Issue, dst: VirtualRegister, src: Any) -> Steps:
     """dst = src, an integer or another register."""
     if not isinstance(src, VirtualRegister):
         src = VirtualRegister(call.integer("src", src, range(-(2**31), 2**32)), symbol="")
@@ -170,7 +170,7 @@ def register_move(call: Call, dst: VirtualRegister, src: Any) -> Steps:
     waits=True,
     named=False,
 )
-def register_load(call: Call, dst: VirtualRegister, src: Any) -> Steps:
+def register_load(call: Issue, dst: VirtualRegister, src: Any) -> Steps:
     """dst = the single element of src (HBM or SBUF)."""
     call.need(src.dtype.item_bytes <= 4, "a register holds up to 32 bits")
     yield {}
@@ -184,7 +184,7 @@ def register_load(call: Call, dst: VirtualRegister, src: Any) -> Steps:
     memory=DMA_MEMORIES,
     named=False,
 )
-def register_store(call: Call, dst: Any, src: VirtualRegister) -> None:
+def register_store(call: Issue, dst: Any, src: VirtualRegister) -> None:
     """dst (one element, HBM or SBUF) = register src."""
     put(dst, np.full(dst.shape, src.read(), np.float32))
 
@@ -196,7 +196,7 @@ def register_store(call: Call, dst: Any, src: VirtualRegister) -> None:
     waits=True,
     cycles=cycles.linear(0.0),  # whatever the size of data, nothing of it moves
 )
-def core_barrier(call: Call, data: Any, cores: Any, engine: Any = engine.gpsimd) -> Steps:
+def core_barrier(call: Issue, data: Any, cores: Any, engine: Any = engine.gpsimd) -> Steps:
     """Wait until the other program is here too; then its writes to `data` are visible."""
     machine = call.machine
     call.need(
@@ -225,7 +225,7 @@ def core_barrier(call: Call, data: Any, cores: Any, engine: Any = engine.gpsimd)
     packed=True,
 )
 def sendrecv(
-    call: Call,
+    call: Issue,
     src: Any,
     dst: Any,
     send_to_rank: Any,

@@ -12,8 +12,8 @@ from nmm_compiler.errors import UnsupportedInstructionError
 from nmm_compiler.simulator.isa import cycles, poison
 from nmm_compiler.simulator.isa.enums import reduce_cmd
 from nmm_compiler.simulator.isa.instruction import Steps, instruction
-from nmm_compiler.simulator.isa.operands import ANY_DTYPE, SBUF, Call
-from nmm_compiler.simulator.isa.operators import ARITHMETIC, BINARY, REDUCTION, Op, Takes
+from nmm_compiler.simulator.isa.operands import ANY_DTYPE, SBUF, Issue
+from nmm_compiler.simulator.isa.operators import ARITHMETIC, BINARY, REDUCTION, Operator, Takes
 from nmm_compiler.simulator.isa.values import (
     F32,
     apply_scalar,
@@ -42,7 +42,7 @@ def last_axes(shape: tuple[int, ...], given: Iterable[int]) -> tuple[int, ...]:
     return axes if last else ()
 
 
-def _reduce(function: Op, values: np.ndarray) -> np.ndarray:
+def _reduce(function: Operator, values: np.ndarray) -> np.ndarray:
     """Reduce the last axis of [P, kept, reduced]."""
     if function.name == "average":
         return np.asarray(values.mean(axis=-1, dtype=F32))
@@ -58,7 +58,7 @@ def _reduce(function: Op, values: np.ndarray) -> np.ndarray:
     cycles=cycles.reduce,
 )
 def tensor_reduce(
-    call: Call,
+    call: Issue,
     dst: Any,
     op: Any,
     data: Any,
@@ -104,7 +104,7 @@ def tensor_reduce(
     # GpSimd walks its 16 partitions one after another, then combines 8 cores
     cycles=cycles.linear(16.0, fixed="gpsimd_fixed_cycles"),
 )
-def tensor_partition_reduce(call: Call, dst: Any, op: Any, data: Any) -> None:
+def tensor_partition_reduce(call: Issue, dst: Any, op: Any, data: Any) -> None:
     """Reduce across partitions on GpSimd; dst has one partition."""
     values = data.load() if op.kind == "bitvec" else f32(data)
     flat = values.reshape(data.shape[0], -1).T
@@ -126,7 +126,7 @@ def tensor_partition_reduce(call: Call, dst: Any, op: Any, data: Any) -> None:
     cycles=cycles.linear(fixed="engine_min_cycles"),  # to read the accumulators out
 )
 def tensor_scalar_reduce(
-    call: Call,
+    call: Issue,
     dst: Any,
     data: Any,
     op0: Any,
@@ -163,7 +163,7 @@ def tensor_scalar_reduce(
     flows={"dst": poison.onwards},
 )
 def tensor_scalar_cumulative(
-    call: Call,
+    call: Issue,
     dst: Any,
     src: Any,
     op0: Any,
@@ -192,7 +192,7 @@ def tensor_scalar_cumulative(
     cycles=cycles.linear(2.0),
 )
 def tensor_tensor_scan(
-    call: Call,
+    call: Issue,
     dst: Any,
     data0: Any,
     data1: Any,
@@ -217,7 +217,7 @@ def tensor_tensor_scan(
     operands="data[P F] -> dst[P 6]",
     limits={"F": range(1, 513)},
 )
-def bn_stats(call: Call, dst: Any, data: Any) -> None:
+def bn_stats(call: Issue, dst: Any, data: Any) -> None:
     """dst = (count, mean, variance * count) of the even, then of the odd elements."""
     values = rows_of(data)
     result = np.zeros((data.shape[0], 2, 3), F32)
@@ -234,7 +234,7 @@ def bn_stats(call: Call, dst: Any, data: Any) -> None:
     operands="data[P 3*T] -> dst[P 2]",
     cycles=cycles.linear(13.0, over=3.0),  # for each triple of statistics
 )
-def bn_aggr(call: Call, dst: Any, data: Any) -> None:
+def bn_aggr(call: Issue, dst: Any, data: Any) -> None:
     """dst = (mean, variance) from (count, mean, variance * count) triples."""
     triples = f32(data).reshape(data.shape[0], -1, 3).astype(np.float64)
     count, average, spread = triples[..., 0], triples[..., 1], triples[..., 2]
@@ -250,7 +250,7 @@ def bn_aggr(call: Call, dst: Any, data: Any) -> None:
     limits={"F": _EIGHT_OF},
     ranks={"dst": 2, "src": 3},
 )
-def max8(call: Call, dst: Any, src: Any) -> None:
+def max8(call: Issue, dst: Any, src: Any) -> None:
     """dst = the 8 largest values of each partition, descending."""
     values = rows_of(src)
     top = np.sort(values, axis=1)[:, ::-1][:, :8]
@@ -282,7 +282,7 @@ def find_eight(
     ranks={"dst": 2, "data": 3, "vals": 3},
     flows={"dst": poison.by_partition},
 )
-def nc_find_index8(call: Call, dst: Any, data: Any, vals: Any) -> None:
+def nc_find_index8(call: Issue, dst: Any, data: Any, vals: Any) -> None:
     """dst = positions of 8 values in each partition of data; all ones where absent."""
     places, found = find_eight(rows_of(data), rows_of(vals), False)
     put(dst, np.where(found, places, dst.dtype.high))
@@ -297,7 +297,7 @@ def nc_find_index8(call: Call, dst: Any, data: Any, vals: Any) -> None:
     flows={"dst": poison.by_partition},
 )
 def nc_match_replace8(
-    call: Call,
+    call: Issue,
     dst: Any,
     data: Any,
     vals: Any,

@@ -16,7 +16,7 @@ from nmm_compiler.errors import HazardError, KernelArgumentError
 from nmm_compiler.simulator.isa import poison
 from nmm_compiler.simulator.isa.enums import engine, matmul_perf_mode
 from nmm_compiler.simulator.isa.instruction import Steps, instruction
-from nmm_compiler.simulator.isa.operands import PSUM, SBUF, Call
+from nmm_compiler.simulator.isa.operands import PSUM, SBUF, Issue
 from nmm_compiler.simulator.isa.values import F32, accumulate_product, f32
 from nmm_compiler.simulator.tensors.dtypes import FLOAT8, FLOATS
 from nmm_compiler.simulator.tensors.elements import put, read
@@ -28,7 +28,7 @@ _WIDE = frozenset({"float32", "tfloat32"})
 _PAIR_STEP = 16
 
 
-def _check_tile(call: Call, k: int, m: int, *views: NkiTensor, rows_alone: bool = False) -> None:
+def _check_tile(call: Issue, k: int, m: int, *views: NkiTensor, rows_alone: bool = False) -> None:
     """Check tile_position and tile_size of a tiled matmul.
 
     views: its operands. rows_alone: it takes row tiles, no column tiles.
@@ -73,7 +73,7 @@ def _check_tile(call: Call, k: int, m: int, *views: NkiTensor, rows_alone: bool 
     flows=poison.PRODUCT,
 )
 def nc_matmul(
-    call: Call,
+    call: Issue,
     dst: Any,
     stationary: Any,
     moving: Any,
@@ -159,7 +159,7 @@ def nc_matmul(
 
 
 def _check_double_row(
-    call: Call, stationary: NkiTensor, moving: NkiTensor, is_transpose: bool
+    call: Issue, stationary: NkiTensor, moving: NkiTensor, is_transpose: bool
 ) -> None:
     call.machine.require("nc_matmul(perf_mode=double_row)", flag="fp8_double_row")
     call.need(not is_transpose, "perf_mode=double_row with is_transpose; transpose without it")
@@ -178,7 +178,7 @@ def _check_double_row(
 
 
 def _check_operand_dtypes(
-    call: Call, stationary: NkiTensor, moving: NkiTensor, is_transpose: bool
+    call: Issue, stationary: NkiTensor, moving: NkiTensor, is_transpose: bool
 ) -> None:
     kinds = {stationary.dtype, moving.dtype}
     call.need(
@@ -202,7 +202,7 @@ def _check_operand_dtypes(
     same_dtype="dst data",
     packed=True,
 )
-def nc_transpose(call: Call, dst: Any, data: Any, engine: Any = engine.unknown) -> Steps:
+def nc_transpose(call: Issue, dst: Any, data: Any, engine: Any = engine.unknown) -> Steps:
     """dst [F, P] = data [P, F].T on TensorE (up to 128 x 128) or VectorE (up to 32 x 32)."""
     p, f = data.shape[0], data.free_size
     fits_tensor = dst.memory == "psum" and data.memory == "sbuf"
@@ -259,7 +259,7 @@ with np.errstate(over="ignore"):
 """The value of each code of a scale; 255 overflows."""
 
 
-def _check_scales(call: Call, role: str, view: NkiTensor, scale: NkiTensor) -> None:
+def _check_scales(call: Issue, role: str, view: NkiTensor, scale: NkiTensor) -> None:
     """Check that the scales cover their data, and are indirect together with it."""
     index, of_scale = (getattr(v.indirection, "index", None) for v in (view, scale))
     call.need(
@@ -283,7 +283,7 @@ def _check_scales(call: Call, role: str, view: NkiTensor, scale: NkiTensor) -> N
     packed=True,
     flows={"dst": poison.quantized, "dst_scale": _scaled},
 )
-def quantize_mx(call: Call, dst: Any, src: Any, dst_scale: Any) -> Steps:
+def quantize_mx(call: Issue, dst: Any, src: Any, dst_scale: Any) -> Steps:
     """dst, dst_scale = MXFP8 of float16 or bfloat16 src, 8 partitions x 4 values per scale."""
     rows = scale_rows(src.shape[0])
     _check_scales(call, "dst_scale", dst, dst_scale)
@@ -320,7 +320,7 @@ def quantize_mx(call: Call, dst: Any, src: Any, dst_scale: Any) -> Steps:
     packed=True,
 )
 def nc_matmul_mx(
-    call: Call,
+    call: Issue,
     dst: Any,
     stationary: Any,
     moving: Any,

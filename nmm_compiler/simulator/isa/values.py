@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from nmm_compiler.errors import HazardError, SimulationError
-from nmm_compiler.simulator.isa.operands import Call
-from nmm_compiler.simulator.isa.operators import BY_NAME, Op
+from nmm_compiler.simulator.isa.operands import Issue
+from nmm_compiler.simulator.isa.operators import BY_NAME, Operator
 from nmm_compiler.simulator.machine import Machine
 from nmm_compiler.simulator.tensors.dtypes import round_tfloat32
 from nmm_compiler.simulator.tensors.elements import NOBODY, OTHER, TENSOR, marks_of, put, read
@@ -46,7 +46,7 @@ def scalar_value(value: Any, rank: int, kind: Any = F32) -> Any:
     return F32(value) if kind == F32 else np.asarray(int(value)).astype(kind)
 
 
-def apply_scalar(function: Op, data: np.ndarray, value: Any, reverse: bool) -> np.ndarray:
+def apply_scalar(function: Operator, data: np.ndarray, value: Any, reverse: bool) -> np.ndarray:
     """Return data <op> value (or reversed) in data's dtype: float32, or integers for bits.
 
     Unary operators and bypass ignore the value.
@@ -102,7 +102,7 @@ def accumulate_product(
 # Accumulator registers
 
 
-def begin(call: Call, op: Op, partitions: int) -> np.ndarray:
+def begin(call: Issue, op: Operator, partitions: int) -> np.ndarray:
     """Return float32 [P]: what the accumulators hold before an instruction adds to them.
 
     Each partition has its own, so `reduce` and `idle` find what an instruction of the same
@@ -131,7 +131,7 @@ def begin(call: Call, op: Op, partitions: int) -> np.ndarray:
     return np.asarray(state)
 
 
-def keep(call: Call, state: np.ndarray) -> None:
+def keep(call: Issue, state: np.ndarray) -> None:
     """Leave `state` in the accumulators, with the elements that depend on unwritten memory."""
     machine, partitions = call.machine, len(state)
     spoilt = [
@@ -143,7 +143,7 @@ def keep(call: Call, state: np.ndarray) -> None:
     machine.accumulators[call.row.engines[0]] = place, state, spoilt
 
 
-def put_with_sum(call: Call, values: np.ndarray) -> None:
+def put_with_sum(call: Issue, values: np.ndarray) -> None:
     """Write values to dst, and update the accumulators by reduce_cmd; read them out into
     `reduce_res` if it is a tile.
 

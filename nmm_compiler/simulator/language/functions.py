@@ -147,7 +147,7 @@ for _name, _op in operators.BY_NAME.items():
     else:
         NAMES[_name] = _op  # an operator that is no function
 for _name, _rounds in {"ceil": np.ceil, "floor": np.floor, "trunc": np.trunc}.items():
-    _unary(_name, _on_the_alu).nki_op = operators.Op(_name, "unary", _rounds)  # type: ignore[attr-defined]
+    _unary(_name, _on_the_alu).nki_op = operators.Operator(_name, "unary", _rounds)  # type: ignore[attr-defined]
 reciprocal = _unary("reciprocal", lambda result, x, op: elementwise.reciprocal(result, x))
 copy = _unary(
     "copy", lambda result, x, op: elementwise.tensor_copy(result, x, engine=engines.vector)

@@ -57,7 +57,7 @@ def find_kernel(module: types.ModuleType, path: Path, name: str | None) -> Any:
     if isinstance(found, standins.JitKernel):
         return found
     beta_1 = BETA_1 in vars(module)
-    return beta1.Kernel(found, checked=False) if beta_1 else standins.JitKernel(found)
+    return beta1.Beta1Kernel(found, checked=False) if beta_1 else standins.JitKernel(found)
 
 
 def _only_kernel(module: types.ModuleType, path: Path, name: str | None) -> Any:

@@ -42,7 +42,7 @@ WHY = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Step:
+class Stretch:
     """A stretch of the critical path: from start_us to stop_us the latency depends on this
     instruction.
 
@@ -62,20 +62,20 @@ class Step:
 _WHAT = {"engine": "compute", "queue": "issue", "dma engines": "move", "table": "table"}
 
 
-def critical_path(timeline: Timeline) -> list[Step]:
+def critical_path(timeline: Timeline) -> list[Stretch]:
     """Return the steps from the first instruction to the last result, without gaps."""
-    steps: list[Step] = []
+    steps: list[Stretch] = []
     until = timeline.latency_us
     index = max(range(len(timeline.end)), key=timeline.end.__getitem__, default=-1)
     held: Booking | None = None if index < 0 else timeline.last(index)
     while held is not None and until > _SAME_US:
         start = min(held.start, until)
-        steps.append(Step(held.index, _WHAT[held.kind], start, until, held.why))
+        steps.append(Stretch(held.index, _WHAT[held.kind], start, until, held.why))
         until = min(held.since, start)
         if start - until > _SAME_US:
             before = held.cause or held
             what = "start" if before.index == held.index else "signal"
-            steps.append(Step(before.index, what, until, start, held.why))
+            steps.append(Stretch(before.index, what, until, start, held.why))
         held = held.cause
     return steps[::-1]
 
@@ -197,7 +197,7 @@ def path_table(found: Timeline) -> Grid:
     """Return the critical path; steps that follow each other on one line are one row."""
     instructions = found.trace.instructions
 
-    def place(step: Step) -> tuple[int, str]:
+    def place(step: Stretch) -> tuple[int, str]:
         return instructions[step.index].line, step.what
 
     cells = []

@@ -275,7 +275,7 @@ def _split(
 _IN_EVERY_TABLE = frozenset({"copy", "identity", "square", "abs", "relu", ""})
 
 
-class Work:
+class InstructionTime:
     """One kind of instruction. Times in microseconds.
 
     first: one of them; count: how many there are in the trace.

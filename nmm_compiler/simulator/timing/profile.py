@@ -134,7 +134,7 @@ class Profile(Shown, Record):
         first."""
         return causes.shares(self.timeline, lines=False)
 
-    def critical_path(self) -> tuple[causes.Step, ...]:
+    def critical_path(self) -> tuple[causes.Stretch, ...]:
         """Return the chain of steps, without gaps, that the latency consists of."""
         return tuple(causes.critical_path(self.timeline))
 

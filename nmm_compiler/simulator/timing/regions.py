@@ -100,7 +100,7 @@ class Region:
     that were used.
     """
 
-    storage: Storage
+    storage: Tracked
     access: Access
     near: list[Region] = dataclasses.field(default_factory=list)
     seen: int = 0
@@ -135,7 +135,7 @@ class Region:
         self.made = (use,)
 
 
-class Storage:
+class Tracked:
     """What the timing pass knows of one allocation.
 
     regions: by the identity of their access, of which a trace has one for each region; kernels

@@ -39,9 +39,9 @@ from nmm_compiler.simulator.timing.costs import (
     US,
     VECTOR,
     DmaCost,
-    Work,
+    InstructionTime,
 )
-from nmm_compiler.simulator.timing.regions import Region, Storage, covers, overlaps
+from nmm_compiler.simulator.timing.regions import Region, Tracked, covers, overlaps
 from nmm_compiler.simulator.timing.resources import Pool, Slots
 from nmm_compiler.simulator.timing.timeline import (
     AT_ONCE,
@@ -157,9 +157,9 @@ class Scheduler:
         banks = target.psum_banks * target.psum_bank_bytes_per_partition
         # no store frees PSUM sooner than the copies out of it
         self.psum = Pool(banks, lambda before: before == math.inf and self._settle(before))
-        self.storages: dict[int, Storage | None] = {}  # None: of HBM that nobody writes
+        self.storages: dict[int, Tracked | None] = {}  # None: of HBM that nobody writes
         # storages at an address or in one buffer, by the memory or the buffer
-        self.placed: dict[str, list[tuple[Storage, Access]]] = collections.defaultdict(list)
+        self.placed: dict[str, list[tuple[Tracked, Access]]] = collections.defaultdict(list)
         self.one_buffer = awaited_tiles(trace, target)
 
     def run(self) -> Iterator[float]:
@@ -174,7 +174,7 @@ class Scheduler:
             kind = instruction.kind or -index  # of its own kind, where nobody has compared it
             work = kinds.get(kind)
             if work is None:
-                work = kinds[kind] = Work(target, instruction)
+                work = kinds[kind] = InstructionTime(target, instruction)
             work.count += 1
             engine, writes = work.engine, instruction.writes
             ready, waited, touched = self._operands(engine, instruction.reads, writes)
@@ -238,7 +238,7 @@ class Scheduler:
         return ready, waited
 
     def _compute(
-        self, index: int, work: Work, ready: float, waited: Waited, touched: Touched
+        self, index: int, work: InstructionTime, ready: float, waited: Waited, touched: Touched
     ) -> None:
         """Book VectorE, ScalarE, GpSimd or the sync engine."""
         engine, interval = work.engine, work.interval
@@ -299,7 +299,7 @@ class Scheduler:
         self._issue(store)
 
     def _book_users(
-        self, storage: Storage, access: Access | None = None, *, writers_only: bool = False
+        self, storage: Tracked, access: Access | None = None, *, writers_only: bool = False
     ) -> None:
         """Book the stores that overlap an access (None for any), or only those that write there."""
         booked = self.line.bookings
@@ -371,13 +371,13 @@ class Scheduler:
                             ready, waited = when, (why, cause, ended)
         return ready, waited, touched
 
-    def _enter(self, identity: int) -> Storage | None:
+    def _enter(self, identity: int) -> Tracked | None:
         """Return a storage at its first use, with when its memory is free: of one at an address,
         when the earlier tensors there have been used last."""
         found = self.trace.allocations[identity]
         if found.memory == "hbm" and found.last_write < 0:
             return None
-        storage = Storage(found.last_write, found.last_index, found.bytes_per_partition)
+        storage = Tracked(found.last_write, found.last_index, found.bytes_per_partition)
         if found.memory == "hbm":
             return storage
         if found.address is None and identity not in self.one_buffer:
@@ -448,7 +448,7 @@ class TensorClock:
         self.ramp_done = self.utilization = self.utilization_at = self.throttled_us = 0.0
 
     def book(
-        self, work: Work, into: tuple[int, int, int], ready: float, in_order: bool
+        self, work: InstructionTime, into: tuple[int, int, int], ready: float, in_order: bool
     ) -> tuple[float, float, float]:
         """Book a product into a sum; return its start, when TensorE is free, and its end.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from nmm_compiler.simulator.timing.costs import ENGINES, US, Work
+from nmm_compiler.simulator.timing.costs import ENGINES, US, InstructionTime
 from nmm_compiler.simulator.trace import Trace
 from nmm_compiler.targets import Target
 
@@ -60,11 +60,11 @@ class Timeline:
         self.trace, self.target = trace, target
         self.bookings: list[tuple[Booking, ...]] = [()] * len(trace.instructions)
         self.end = [0.0] * len(trace.instructions)
-        self.kinds: dict[int, Work] = {}
+        self.kinds: dict[int, InstructionTime] = {}
         self.sbuf_overflow_bytes = 0
         self.tensor_throttled_us = 0.0
 
-    def work(self, index: int) -> Work:
+    def work(self, index: int) -> InstructionTime:
         """Return what an instruction costs, and where it runs."""
         return self.kinds[self.trace.instructions[index].kind or -index]
 
