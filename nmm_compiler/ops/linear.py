@@ -13,7 +13,8 @@ residual, behind their own operands. The result is rounded, then the residual is
 
 Each has an op of fp8 weights, `<op>_scaled`, with `scales` behind x: one tensor for each weight, in
 their order; base, norm and residual are left out. x is of 16 bits (or more, on the reference), or
-float8_e4m3fn with the number `x_scale`; then `out_dtype` is the dtype of biases and results.
+float8_e4m3fn with the number `x_scale`, which reaches kernels in the scales of the weights that x
+meets; then `out_dtype` is the dtype of biases and results.
 
     corrected_matmul            activation(x w + (x u) v + bias)
     corrected_matmul_shared_x   several of one x
@@ -268,7 +269,6 @@ class LinearOp(Op):
             said |= {"dtype": FP8, "scales": "channel" if channel else "tensor"}
             if rows.dtype == FP8_DTYPE:
                 said["out_dtype"] = given["out_dtype"]
-                named["x_scale"] = rows.new_full((1,), given["x_scale"], dtype=torch.float32)
             else:
                 said["x_dtype"] = dtype_name(rows)
         if "format" in given:
@@ -282,6 +282,9 @@ class LinearOp(Op):
                 named[operand_name("bias", linear.end)] = linear.bias
             first = first_layout(given.get("format", ""), linear.sizes[0], linear.end == "down")
             named |= stored_operands(linear.weights, transpose, first, self.kept)
+            if rows.dtype == FP8_DTYPE and linear.end != "down":
+                own = next(iter(linear.weights.values())).name + "_scale"
+                named[own] = named[own].float() * given["x_scale"]
             for letter, one in linear.weights.items():
                 as_is = transpose is None or letter in self.kept
                 said[layout_name(given, letter)] = one.layout if as_is else "row"

@@ -43,14 +43,14 @@ class Estimates:
         x = Estimate(self.operands["x"], 0.0, self.typical)
         if layer.norm != "none":
             x = normed(layer, x, self.operands).rounded(layer.dtype)
-        middle = {pair.u.name: self._pair(x, pair, True) for pair in layer.factors}
-        made = [self._linear(x, middle, linear, True) for linear in layer.linears]
+        middle = {pair.u.name: self._pair(x, pair) for pair in layer.factors}
+        made = [self._linear(x, middle, linear) for linear in layer.linears]
         if layer.combine:
             made = [self.gated(*made)]
         if layer.down.n:
             h = made[0].rounded(layer.kept_dtype)
-            middle = {pair.u.name: self._pair(h, pair, False) for pair in layer.down_pairs}
-            made = [self._linear(h, middle, layer.down, False)]
+            middle = {pair.u.name: self._pair(h, pair) for pair in layer.down_pairs}
+            made = [self._linear(h, middle, layer.down)]
         if not layer.residual:
             return made
         residual = self.operands["residual"]
@@ -60,9 +60,9 @@ class Estimates:
         """Return the product of two results."""
         return gate.scaled(up.value, up.error)
 
-    def _pair(self, left: Estimate, pair: LowRank, of_x: bool) -> tuple[Estimate, Any]:
+    def _pair(self, left: Estimate, pair: LowRank) -> tuple[Estimate, Any]:
         """Return p as it is kept, and one over its norm where the norm follows it."""
-        p = self._times(left, pair.u, of_x).off_by(self._crossing(left, pair))
+        p = self._times(left, pair.u).off_by(self._crossing(left, pair))
         if pair.scale != 1.0:
             p = p.in_fp32(pair.scale * p.value, abs(pair.scale) * p.error, 2)
         if pair.groups.count:
@@ -79,32 +79,28 @@ class Estimates:
         chosen = np.arange(len(gains)) // pair.groups.rank == index[:, None]
         return np.where(chosen, gains, 0.0)
 
-    def _linear(
-        self, left: Estimate, middle: dict[str, Any], linear: Linear, of_x: bool
-    ) -> Estimate:
+    def _linear(self, left: Estimate, middle: dict[str, Any], linear: Linear) -> Estimate:
         pair, dense, roots = linear.low_rank, linear.weight, None
         both = pair.r and dense.k
         total = Estimate(np.zeros(1), 0.0, self.typical)
         terms = len(self.operands[pair.v.name]) + len(left.value.T) if both else None
         if pair.r:
             p, roots = middle[pair.u.name]
-            total = self._times(p, pair.v, False, terms)
+            total = self._times(p, pair.v, terms)
         if dense.k:
             if dense.mx:
                 left = left.off_by(rounding_of_x(left.most))
             total = total.with_sum(left.times(self.operands[dense.name], terms))
-            total = self._unscaled(total, dense, of_x)
+            total = self._unscaled(total, dense)
         if roots is not None:
             total = total.scaled(roots.value, roots.error)
         return self._biased(total, linear.bias).activated(linear.activation)
 
-    def _times(
-        self, left: Estimate, weight: Weight, of_x: bool, terms: int | None = None
-    ) -> Estimate:
+    def _times(self, left: Estimate, weight: Weight, terms: int | None = None) -> Estimate:
         """Return the estimate of a product, and with fp8 operands of its scales."""
-        return self._unscaled(left.times(self.operands[weight.name], terms), weight, of_x)
+        return self._unscaled(left.times(self.operands[weight.name], terms), weight)
 
-    def _unscaled(self, made: Estimate, weight: Weight, of_x: bool) -> Estimate:
+    def _unscaled(self, made: Estimate, weight: Weight) -> Estimate:
         """Return sums times the scales of the fp8 numbers that they are of."""
         if self.layer.format_of(weight) != FP8:
             return made
@@ -114,7 +110,6 @@ class Estimates:
                 scales.append(self.operands["branch_scale"][pair.place, : pair.r])
         if not scales:  # those of v are in the scales of x u
             return made
-        scales += [self.operands["x_scale"]] if of_x and self.layer.fp8_x else []
         factor = np.prod(np.broadcast_arrays(*scales), axis=0)
         return made.in_fp32(made.value * factor, made.error * np.abs(factor), _SCALE_ROUNDINGS)
 
@@ -125,12 +120,11 @@ class Estimates:
         """Return the error of rounding what each rank adds to p, in the format that is kept."""
         if self.spec.tp == 1:
             return 0.0
-        value = left.value * self.operands.get("x_scale", 1.0)
         right = self.operands[pair.u.name] * self.operands.get(pair.u.scale, 1.0)
         ranks, made = self.spec.tp, np.zeros(1)
-        parts = list(zip(np.split(value, ranks, 1), np.split(right, ranks, 0), strict=True))
+        parts = list(zip(np.split(left.value, ranks, 1), np.split(right, ranks, 0), strict=True))
         if self.layer.fp8 or pair.shaped or pair.scale != 1.0:
-            parts.append((value, right))  # a function follows the sum, which is rounded for it
+            parts.append((left.value, right))  # a function follows the sum, which is rounded for it
         for part, other in parts:
             rounding = rounding_error(np.abs(part @ other), self.layer.kept_dtype)
             made = combine(made, rounding, self.typical)

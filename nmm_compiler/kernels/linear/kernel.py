@@ -68,13 +68,11 @@ def linear(x, spec, schedule, **others):
         else:
             bias_sb.append(None)
         if spec.fp8:
-            of_x = spec.fp8_x and y.low_rank.r == 0 and y.place < len(spec.linears)
             halved = spec.split == "weights" and spec.scales == "channel"
             scale_sb.append(
                 product_scales(
                     own(others.get(y.scaled.scale), 0 if halved else -1, core),
-                    others.get("x_scale"), y.n, y.last.block, spec.scales, y.lies, of_x,
-                    schedule.own_queue,
+                    y.n, y.last.block, spec.scales, y.lies, schedule.own_queue,
                 )
             )  # fmt: skip
         else:
@@ -100,8 +98,7 @@ def linear(x, spec, schedule, **others):
         elif factors.scaled and factors.groups.slots == 0:
             p_scale.append(
                 product_scales(
-                    others.get(factors.u.scale), others.get("x_scale"), factors.u.n, 128,
-                    spec.scales, "columns", spec.fp8_x and factors.place < len(spec.factors),
+                    others.get(factors.u.scale), factors.u.n, 128, spec.scales, "columns",
                     schedule.own_queue,
                 )
             )  # fmt: skip

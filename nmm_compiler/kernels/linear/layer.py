@@ -327,7 +327,7 @@ class Layer(Record):
 
     @property
     def fp8_x(self) -> bool:
-        """Whether x, too, is fp8 numbers with a scale."""
+        """Whether x, too, is fp8 numbers."""
         return self.x_format == FP8
 
     @property

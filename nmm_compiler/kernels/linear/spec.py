@@ -58,8 +58,8 @@ class LinearSpec(KernelSpec):
     """A spec of linear layers of one x; subclasses add fields and say their layer in `_layer`.
 
     m: tokens. k: input features. dtype: of weights and x. With float8_e4m3 each weight is fp8
-    numbers times a scale, "tensor" [1] or "channel", one an output; x too, unless x_dtype is
-    "bfloat16" or "float16". Results and biases then are bfloat16, or `out_dtype`.
+    numbers times a scale, "tensor" [1] or "channel", one an output; x is fp8 numbers, unless
+    x_dtype is "bfloat16" or "float16". Results and biases then are bfloat16, or `out_dtype`.
 
     norm: "rms" or "layer" where the products are of the norm of x over its features: with norm_eps
     under the root, times norm_gain [k] + norm_offset where there is a gain, plus norm_bias [k] for
@@ -237,11 +237,13 @@ class LinearSpec(KernelSpec):
             for name, n in vectors.items()
             if name
         ]
-        sizes = {"x_scale": 1} if layer.fp8_x else {}
-        if layer.fp8:
-            own = [one for one in weights if not one.format]
-            sizes |= {one.scale: one.n if layer.scales == "channel" else 1 for one in own}
-        scales = [TensorSpec(name=name, shape=(n,), dtype="float32") for name, n in sizes.items()]
+        scales = [
+            TensorSpec(
+                name=one.scale, shape=(one.n if layer.scales == "channel" else 1,), dtype="float32"
+            )
+            for one in weights
+            if layer.fp8 and not one.format
+        ]
         scales += [mx_scale_of(one) for one in weights if one.mx]
         if layer.branch_tiles:
             rows = len(layer.pairs), 128 * layer.branch_tiles

@@ -13,15 +13,11 @@ from .loads_and_stores import evict, move
 from .new_tiles import filled
 
 
-def product_scales(scale, factor, n, block, scales, lies, has_factor, own_queue):
+def product_scales(scale, n, block, scales, lies, own_queue):
     """Return what the sums of a product are multiplied by, as its outputs lie."""
-    if scales != "channel":
-        product = load_scale(scale, own_queue)
-    else:
-        product = load_numbers(scale, n, block, lies, own_queue)
-    if has_factor:
-        times(product, load_scale(factor, own_queue))
-    return product
+    if scales == "channel":
+        return load_numbers(scale, n, block, lies, own_queue)
+    return load_scale(scale, own_queue)
 
 
 def load_numbers(vector, n, block, lies, own_queue):
