@@ -23,30 +23,30 @@ from nmm_compiler import targets as targets
 from nmm_compiler.version import VERSION
 
 if TYPE_CHECKING:
-    from nmm_compiler.backend import last_report as last_report
-    from nmm_compiler.backend import reports as reports
+    from nmm_compiler.backend import last_report as last_report, reports as reports
     from nmm_compiler.codegen.build import build_kernel as build_kernel
     from nmm_compiler.errors import NmmError as NmmError
     from nmm_compiler.kernels.attention import AttentionSpec as AttentionSpec
-    from nmm_compiler.kernels.linear.specs import GatedMLPSpec as GatedMLPSpec
-    from nmm_compiler.kernels.linear.specs import LowRankSpec as LowRankSpec
-    from nmm_compiler.kernels.linear.specs import MatmulSpec as MatmulSpec
-    from nmm_compiler.lowrank_models.hf import load as load
-    from nmm_compiler.lowrank_models.hf import save as save
+    from nmm_compiler.kernels.linear.specs import (
+        GatedMLPSpec as GatedMLPSpec,
+        LowRankSpec as LowRankSpec,
+        MatmulSpec as MatmulSpec,
+    )
+    from nmm_compiler.lowrank_models.hf import load as load, save as save
     from nmm_compiler.lowrank_models.modules import quantize_factors as quantize_factors
     from nmm_compiler.lowrank_models.recover import recover as recover
     from nmm_compiler.mlir.export import export_mlir as export_mlir
     from nmm_compiler.options import Options as Options
-    from nmm_compiler.passes.pipeline import explain as explain
-    from nmm_compiler.passes.pipeline import rewrite as rewrite
-    from nmm_compiler.passes.rules import Match as Match
-    from nmm_compiler.passes.rules import Refusal as Refusal
-    from nmm_compiler.passes.rules import Rule as Rule
-    from nmm_compiler.passes.rules import rule as rule
+    from nmm_compiler.passes.pipeline import explain as explain, rewrite as rewrite
+    from nmm_compiler.passes.rules import (
+        Match as Match,
+        Refusal as Refusal,
+        Rule as Rule,
+        rule as rule,
+    )
     from nmm_compiler.prediction.headlines import compress as compress
     from nmm_compiler.prediction.predict import predict as predict
-    from nmm_compiler.simulator.run import ArraySpec as ArraySpec
-    from nmm_compiler.simulator.run import simulate as simulate
+    from nmm_compiler.simulator.run import ArraySpec as ArraySpec, simulate as simulate
 
 __version__ = VERSION
 

@@ -5,8 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from nmm_compiler import options as module
 from nmm_compiler.errors import NmmError, OptionTypeError, UnknownNameError, nearest

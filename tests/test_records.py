@@ -7,8 +7,7 @@ import types
 import typing
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import nmm_compiler
 from nmm_compiler.kernels.linear.specs import LowRankSharedSpec

@@ -7,8 +7,8 @@ instructions: tile sizes, engines left to the compiler and loads are those of th
 import nki
 import nki.isa as nisa
 import nki.language as nl
-from pieces import COLUMNS as HALF
 from pieces import (
+    COLUMNS as HALF,
     WIDE,
     P,
     activated,

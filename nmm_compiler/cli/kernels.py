@@ -36,8 +36,7 @@ from nmm_compiler.report.headline import not_told
 from nmm_compiler.report.parts import Code, Grid, Line, Part, Section
 from nmm_compiler.report.text import counted
 from nmm_compiler.simulator.loading.loader import load_file
-from nmm_compiler.simulator.run import ArraySpec
-from nmm_compiler.simulator.run import simulate as run_file
+from nmm_compiler.simulator.run import ArraySpec, simulate as run_file
 from nmm_compiler.simulator.tensors import dtypes
 from nmm_compiler.simulator.timing.causes import statement
 from nmm_compiler.simulator.timing.chrome_trace import write_trace

@@ -31,8 +31,7 @@ class RayExecutor:
 
     def submit(self, function: Task, text: str, /) -> Future[str]:
         """Return the future of `function(text)` on some worker."""
-        future: Future[str] = self._remote(function).remote(text).future()
-        return future
+        return self._remote(function).remote(text).future()
 
     def __enter__(self) -> RayExecutor:
         return self

@@ -17,10 +17,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 
 from nmm_compiler.errors import CapacityError, ShapeError, SpecError, UnknownNameError
-from nmm_compiler.kernels.error_bounds import Array as Array
-from nmm_compiler.kernels.error_bounds import Estimate
-from nmm_compiler.kernels.tiling import item_bytes as item_bytes
-from nmm_compiler.kernels.tiling import numpy_dtype as numpy_dtype
+from nmm_compiler.kernels.error_bounds import Array as Array, Estimate
+from nmm_compiler.kernels.tiling import item_bytes as item_bytes, numpy_dtype as numpy_dtype
 from nmm_compiler.kernels.work import Work
 from nmm_compiler.records import Record
 from nmm_compiler.targets import Target

@@ -50,14 +50,12 @@ def sum_error(length: int, typical: bool) -> float:
 
 def rounding_error(magnitude: Array, dtype: str) -> Array:
     """Return the bound of rounding values of this magnitude to `dtype`, underflow included."""
-    bound: Array = magnitude * _UNIT_ROUNDOFF[dtype] + _SMALLEST[dtype] / 2
-    return bound
+    return magnitude * _UNIT_ROUNDOFF[dtype] + _SMALLEST[dtype] / 2
 
 
 def combine(first: Array | float, second: Array | float, typical: bool = False) -> Array:
     """Return the error of two errors together: their sum, or the root of the sum of squares."""
-    together: Array = np.hypot(first, second) if typical else np.add(first, second)
-    return together
+    return np.hypot(first, second) if typical else np.add(first, second)
 
 
 # ScalarE evaluates in fp32; a few roundings of the function's own evaluation.
@@ -69,8 +67,7 @@ _erf = np.vectorize(math.erf, otypes=[np.float64])
 
 def _gelu_tanh(values: Array) -> Array:
     inner = math.sqrt(2.0 / math.pi) * (values + 0.044715 * values**3)
-    value: Array = 0.5 * values * (1.0 + np.tanh(inner))
-    return value
+    return 0.5 * values * (1.0 + np.tanh(inner))
 
 
 _ACTIVATIONS: dict[str, tuple[Callable[[Array], Array], float]] = {
@@ -98,8 +95,7 @@ class Estimate:
     @property
     def most(self) -> Array:
         """The largest magnitude that a kernel's value may have."""
-        most: Array = np.abs(self.value) + self.error
-        return most
+        return np.abs(self.value) + self.error
 
     def off_by(self, error: Array | float) -> Estimate:
         """Return the estimate with a further error."""

@@ -20,8 +20,7 @@ from torch import nn
 
 from nmm_compiler.errors import ModelError, OptionTypeError, closest
 from nmm_compiler.kernels.packed_formats import check_blocks
-from nmm_compiler.lowrank_models import experts, hf
-from nmm_compiler.lowrank_models import ranks as allocation
+from nmm_compiler.lowrank_models import experts, hf, ranks as allocation
 from nmm_compiler.lowrank_models.calibrate import Statistics, as_batches, collect
 from nmm_compiler.lowrank_models.config import CompressionConfig
 from nmm_compiler.lowrank_models.factorize import (

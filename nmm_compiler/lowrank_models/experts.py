@@ -30,8 +30,10 @@ from nmm_compiler.lowrank_models.modules import (
     distinct_modules,
     put,
 )
-from nmm_compiler.ops import chosen
-from nmm_compiler.ops import registration as registration  # defines torch.ops.nmm
+from nmm_compiler.ops import (
+    chosen,
+    registration as registration,  # defines torch.ops.nmm
+)
 
 _FLAGS = ("num_experts", "has_gate", "has_bias", "is_transposed")
 _SAMPLE = (*(0.5 * n for n in range(-24, 25)), 7.3, -7.3, 50.0, -50.0, 1000.0, -1000.0)
@@ -108,8 +110,7 @@ class StackedBase(nn.Module):
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Return the weights [experts, n, k] in a dtype."""
-        weight: Tensor = torch.ops.nmm.dequantize(self.values, self.scale, self.format, dtype)
-        return weight
+        return torch.ops.nmm.dequantize(self.values, self.scale, self.format, dtype)
 
 
 def is_stacked(module: nn.Module) -> bool:

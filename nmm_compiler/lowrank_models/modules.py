@@ -103,8 +103,7 @@ class QuantizedLinear(stored_form.FewBitLinear):
         """Return the weight [n, k] in a dtype."""
         form = FORMATS[self.format]
         if form.block:
-            weight: Tensor = torch.ops.nmm.dequantize(self.values, self.scale, self.format, dtype)
-            return weight
+            return torch.ops.nmm.dequantize(self.values, self.scale, self.format, dtype)
         elements = self.values.view(getattr(torch, form.element_name)).to(self.scale.dtype)
         if self.format == "fp8":
             # nothing is clamped here: it tells graph passes that NKI's float8_e4m3 has the bits

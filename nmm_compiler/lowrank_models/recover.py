@@ -32,8 +32,7 @@ from nmm_compiler.lowrank_models.calibrate import (
     rows_of,
 )
 from nmm_compiler.lowrank_models.modules import lowrank_layers
-from nmm_compiler.lowrank_models.progress import Step
-from nmm_compiler.lowrank_models.progress import steps as progress
+from nmm_compiler.lowrank_models.progress import Step, steps as progress
 from nmm_compiler.records import Record
 
 _EVALUATIONS = 10

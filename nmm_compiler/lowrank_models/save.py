@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file
-from safetensors.torch import save as serialized
+from safetensors.torch import load_file, save as serialized
 from torch import Tensor, nn
 
 from nmm_compiler import outputs

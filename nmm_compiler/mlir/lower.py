@@ -22,8 +22,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 from torch_mlir import ir, passmanager
 from torch_mlir._mlir_libs import _stablehlo
-from torch_mlir.dialects import func
-from torch_mlir.dialects import torch as torch_dialect
+from torch_mlir.dialects import func, torch as torch_dialect
 from torch_mlir.extras import fx_importer
 from torch_mlir.extras.fx_decomp_util import get_decomposition_table
 

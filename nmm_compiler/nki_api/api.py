@@ -16,8 +16,7 @@ from nmm_compiler.errors import UnknownNameError
 from nmm_compiler.nki_api import table
 from nmm_compiler.simulator.collectives import NAMES as COLLECTIVES
 from nmm_compiler.simulator.isa.instruction import Row
-from nmm_compiler.simulator.isa.names import CONSTANTS as ENUMS
-from nmm_compiler.simulator.isa.names import NAMES as ISA
+from nmm_compiler.simulator.isa.names import CONSTANTS as ENUMS, NAMES as ISA
 from nmm_compiler.simulator.language.base import TILE_SIZES, MemoryRegion
 from nmm_compiler.simulator.language.functions import NAMES as LANGUAGE
 from nmm_compiler.simulator.signatures import Api, Function, described, entries

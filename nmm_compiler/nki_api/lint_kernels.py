@@ -18,8 +18,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from nmm_compiler.nki_api import table
-from nmm_compiler.nki_api.api import Api, before
-from nmm_compiler.nki_api.api import api as documented
+from nmm_compiler.nki_api.api import Api, api as documented, before
 from nmm_compiler.nki_api.lint_api import Finding, arguments, at
 from nmm_compiler.nki_api.lint_names import FunctionNode, Names, called_in, in_order, is_read
 from nmm_compiler.simulator.isa.names import INSTRUCTIONS

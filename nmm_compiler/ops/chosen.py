@@ -88,8 +88,7 @@ def times(x: Tensor, given: Given, name: str, some: Any) -> Tensor:
     bias = given[f"{name}_bias"]
     if bias is not None:
         y = y + (bias[some].unsqueeze(1) if isinstance(some, Tensor) else bias[some])
-    made: Tensor = y
-    return made
+    return y
 
 
 def gated(

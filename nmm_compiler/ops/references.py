@@ -137,15 +137,13 @@ def summed(t: Any, group: str) -> Tensor:
     if type(t) is not Tensor and type(t).__name__ == "DTensor":
         from torch.distributed.tensor import Replicate
 
-        made: Tensor = t.redistribute(placements=[Replicate()] * t.device_mesh.ndim)
-        return made
+        return t.redistribute(placements=[Replicate()] * t.device_mesh.ndim)
     return _Summed.apply(t, group) if t.requires_grad else _all_reduce(t, group)
 
 
 def _all_reduce(t: Tensor, group: str) -> Tensor:
     functional: Any = torch.ops._c10d_functional
-    made: Tensor = functional.wait_tensor(functional.all_reduce(t.contiguous(), "sum", group))
-    return made
+    return functional.wait_tensor(functional.all_reduce(t.contiguous(), "sum", group))
 
 
 class _Summed(torch.autograd.Function):

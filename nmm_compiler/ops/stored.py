@@ -152,8 +152,7 @@ class Matrix:
         if not self.form:
             return self.tensor
         if self.form in MX:
-            made: Tensor = torch.ops.nmm.dequantize(self.tensor, self.scale, self.form, dtype)
-            return made
+            return torch.ops.nmm.dequantize(self.tensor, self.scale, self.form, dtype)
         refuse_gradients(**{self.name: self.tensor, f"a scale of {self.name}": self.scale})
         values = self.tensor.to(dtype)
         if self.scale is None:

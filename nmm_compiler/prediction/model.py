@@ -16,8 +16,7 @@ from nmm_compiler.prices.ways import ERRORS
 from nmm_compiler.records import Record
 from nmm_compiler.report.charts import bars
 from nmm_compiler.report.headline import headline, told_apart
-from nmm_compiler.report.parts import Grid, Part, Section
-from nmm_compiler.report.parts import Line as Text
+from nmm_compiler.report.parts import Grid, Line as Text, Part, Section
 from nmm_compiler.report.shown import Shown
 
 _BYTES, _PRODUCTS = "bytes at the full rate", "products beyond the bytes"  # the bounds

@@ -31,8 +31,7 @@ from nmm_compiler.errors import (
 )
 from nmm_compiler.report.parts import Grid, Line, Part
 from nmm_compiler.report.shown import Shown
-from nmm_compiler.simulator.arguments import ArraySpec as ArraySpec
-from nmm_compiler.simulator.arguments import Binder, bind
+from nmm_compiler.simulator.arguments import ArraySpec as ArraySpec, Binder, bind
 from nmm_compiler.simulator.language.base import shared_hbm
 from nmm_compiler.simulator.language.functions import assign
 from nmm_compiler.simulator.loading.loader import resolve
@@ -52,8 +51,7 @@ from nmm_compiler.simulator.tensors.tensor import NkiTensor
 from nmm_compiler.simulator.timing.profile import Profile, profile_traces
 from nmm_compiler.simulator.timing.schedule import check_dependencies, collector_held_off
 from nmm_compiler.simulator.trace import Trace
-from nmm_compiler.targets import Target
-from nmm_compiler.targets import get as get_target
+from nmm_compiler.targets import Target, get as get_target
 
 _SHOWN = ("output", "shape", "dtype", "least", "most", "mean")  # of each output
 

@@ -8,8 +8,7 @@ import tracemalloc
 
 import pytest
 from cache_helpers import Builder, key_of
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from nmm_compiler.cache import archive
 from nmm_compiler.cache.entry import MAX_ENTRY_BYTES, make

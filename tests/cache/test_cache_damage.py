@@ -5,8 +5,7 @@ import warnings
 
 import pytest
 from cache_helpers import Builder, key_of
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from nmm_compiler.cache.disk import Disk
 from nmm_compiler.cache.entry import render, verified

@@ -7,8 +7,7 @@ import math
 import pathlib
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from nmm_compiler.cache.key import Key
 from nmm_compiler.errors import CacheError

@@ -7,8 +7,7 @@ import warnings
 from pathlib import Path
 
 from cache_helpers import key_of, place
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from nmm_compiler.cache.store import Store

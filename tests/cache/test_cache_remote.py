@@ -12,8 +12,7 @@ import fsspec
 import pytest
 from cache_helpers import Builder, key_of
 
-from nmm_compiler.cache import archive
-from nmm_compiler.cache import remote as remote_module
+from nmm_compiler.cache import archive, remote as remote_module
 from nmm_compiler.cache.disk import FOLDER
 from nmm_compiler.cache.entry import make
 from nmm_compiler.cache.remote import Remote

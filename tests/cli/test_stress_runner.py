@@ -5,8 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from benchmarks.stress import __main__ as stress
-from benchmarks.stress import processes
+from benchmarks.stress import __main__ as stress, processes
 
 ATTEMPTS = "def attempts(count, seed):\n    "
 RIGHT = "return [('right', '')] * count\n"

@@ -8,8 +8,7 @@ import ast
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from kernels.judge import prove_right, spec_of
 from kernels.specs import SPECS as RANDOM
 from processes import ran

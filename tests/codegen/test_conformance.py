@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 from constructs import of_source, of_trace
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 from kernels.specs import SPECS
 
 from nmm_compiler import LowRankSpec, build_kernel

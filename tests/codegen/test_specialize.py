@@ -8,8 +8,7 @@ import textwrap
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from nmm_compiler.codegen import known_values as values
 from nmm_compiler.codegen.fold_constants import Folder

@@ -4,8 +4,7 @@ import itertools
 import random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from nmm_compiler.errors import ModelError
 from nmm_compiler.lowrank_models.ranks import (

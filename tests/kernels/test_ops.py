@@ -28,8 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from nmm_compiler.errors import ModelError, ShapeError, SpecError, UnknownNameError
 from nmm_compiler.lowrank_models.modules import QuantizedLinear
 from nmm_compiler.ops import registration
-from nmm_compiler.ops.lower import lower
-from nmm_compiler.ops.lower import tokens as tokens_of
+from nmm_compiler.ops.lower import lower, tokens as tokens_of
 from nmm_compiler.ops.registration import DEFINITIONS
 from nmm_compiler.runtime.executor import _operand
 

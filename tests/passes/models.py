@@ -5,8 +5,7 @@ In those of transformers every large enough linear is replaced by two factors.
 
 import torch
 from torch import nn
-from toy_models import Model as Model
-from toy_models import Pair as Pair
+from toy_models import Model as Model, Pair as Pair
 
 from nmm_compiler.passes.pipeline import explain, run
 from nmm_compiler.passes.rules import Match, Rule

@@ -14,8 +14,7 @@ from nmm_compiler.errors import InternalFaultError
 from nmm_compiler.passes import layout, pipeline
 from nmm_compiler.passes.emit import calls
 from nmm_compiler.passes.emit.editor import Editor
-from nmm_compiler.passes.graph import canonical
-from nmm_compiler.passes.graph import read_graph as table
+from nmm_compiler.passes.graph import canonical, read_graph as table
 from nmm_compiler.passes.pipeline import run
 from nmm_compiler.passes.rules.lowrank import LowRankChain
 from nmm_compiler.passes.rules.shared import SharedX

@@ -6,8 +6,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from kernels.op_calls import every_call, named, of_dtype
 from runtime.simulator_launches import noted_launches
 from torch.utils._pytree import tree_leaves, tree_map
@@ -17,8 +16,7 @@ from nmm_compiler.errors import CacheWarning, NeuronSetupError, ShapeError, Unkn
 from nmm_compiler.kernels.error_bounds import FP32_ROUNDOFF
 from nmm_compiler.ops import registration
 from nmm_compiler.ops.call_options import executor_name, options_of
-from nmm_compiler.ops.lower import lower
-from nmm_compiler.ops.lower import tokens as tokens_of
+from nmm_compiler.ops.lower import lower, tokens as tokens_of
 from nmm_compiler.ops.references import lowrank_matmul
 from nmm_compiler.options import Options
 from nmm_compiler.runtime import executor, neuron

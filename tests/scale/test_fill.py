@@ -9,8 +9,7 @@ import pytest
 from processes import Executor
 
 from nmm_compiler.cache.store import Store
-from nmm_compiler.codegen import build
-from nmm_compiler.codegen import workers as module
+from nmm_compiler.codegen import build, workers as module
 from nmm_compiler.codegen.build_many import build_many, build_one, fill, fill_cache
 from nmm_compiler.codegen.tune import tune
 from nmm_compiler.codegen.workers import Workers, run

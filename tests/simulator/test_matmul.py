@@ -8,8 +8,7 @@ import dataclasses
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from simulator_kernels import check, run, values
 from trace_builder import Scene, profile_trace
 

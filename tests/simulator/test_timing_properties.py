@@ -6,8 +6,7 @@ Dependences hold, nothing is in two places, nothing is lost.
 import itertools
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from trace_builder import STEADY, TRN1, TRN2, Builder, Scene, starts, stops, touched, transfers
 
 from nmm_compiler import targets

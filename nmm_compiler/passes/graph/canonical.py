@@ -439,7 +439,6 @@ def once(ask: Callable[..., _T]) -> Callable[..., _T]:
         question = (ask.__name__, about)
         if question not in c.known:
             c.known[question] = ask(c, *about)
-        answer: _T = c.known[question]
-        return answer
+        return c.known[question]
 
     return asked

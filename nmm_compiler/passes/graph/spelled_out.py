@@ -168,8 +168,7 @@ def _evaluated(
                 raise ValueError(f"{step} rounds")
             return operand(form.value)
         named = {name: value for name, value in step.kwargs.items() if name != "dtype"}
-        result: torch.Tensor = applied(step, *map_arg((step.args, named), operand))
-        return result
+        return applied(step, *map_arg((step.args, named), operand))
 
     if _step(c, (end, views.identity(shape))) is None:
         raise ValueError(f"{end} writes")

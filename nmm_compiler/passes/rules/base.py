@@ -220,5 +220,4 @@ class KernelRule(Rule):
 
     def rewrite(self, graph: Canonical, match: Match, editor: Editor) -> fx.Node:
         """Emit the call."""
-        new: fx.Node = match.data.emit(graph, editor)
-        return new
+        return match.data.emit(graph, editor)

@@ -143,8 +143,7 @@ def _traced(form: Callable[..., Any], *said: Any) -> fx.Node:
     graph = fx.Graph()
     tracer = fx.proxy.GraphAppendingTracer(graph)
     given = {name: fx.Proxy(graph.placeholder(name), tracer) for name in _GIVEN}
-    end: fx.Node = form(SimpleNamespace(**given), *said).node
-    return end
+    return form(SimpleNamespace(**given), *said).node
 
 
 def _said(graph: Canonical | None, node: fx.Node) -> tuple[str, list[Any]]:

@@ -14,8 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from nmm_compiler.errors import NmmError, OperandError, SimulationError
-from nmm_compiler.errors import UnsupportedInstructionError as Unsupported
+from nmm_compiler.errors import (
+    NmmError,
+    OperandError,
+    SimulationError,
+    UnsupportedInstructionError as Unsupported,
+)
 from nmm_compiler.simulator.machine import current
 from nmm_compiler.simulator.tensors.registers import whole
 

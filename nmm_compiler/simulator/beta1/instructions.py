@@ -48,11 +48,9 @@ from nmm_compiler.simulator.beta1.tensor import (
 )
 from nmm_compiler.simulator.isa import names as current_isa
 from nmm_compiler.simulator.isa.dma import TURNED
-from nmm_compiler.simulator.isa.enums import engine as engines
-from nmm_compiler.simulator.isa.enums import matmul_perf_mode
+from nmm_compiler.simulator.isa.enums import engine as engines, matmul_perf_mode
 from nmm_compiler.simulator.language.base import ndarray, psum, sbuf, shared_identity_matrix
-from nmm_compiler.simulator.language.functions import NAMES as LANGUAGE
-from nmm_compiler.simulator.language.functions import reduced_shape, result_of
+from nmm_compiler.simulator.language.functions import NAMES as LANGUAGE, reduced_shape, result_of
 from nmm_compiler.simulator.machine import current
 from nmm_compiler.simulator.signatures import Function
 from nmm_compiler.simulator.tensors import dtypes

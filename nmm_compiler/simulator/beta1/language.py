@@ -55,8 +55,7 @@ from nmm_compiler.simulator.isa.enums import engine
 from nmm_compiler.simulator.isa.gather import FP32_MIN
 from nmm_compiler.simulator.language import base
 from nmm_compiler.simulator.language.base import MemoryRegion, psum, sbuf, tile_size
-from nmm_compiler.simulator.language.functions import NAMES as CURRENT
-from nmm_compiler.simulator.language.functions import result_of
+from nmm_compiler.simulator.language.functions import NAMES as CURRENT, result_of
 from nmm_compiler.simulator.machine import current
 from nmm_compiler.simulator.signatures import Function
 from nmm_compiler.simulator.tensors import dtypes
