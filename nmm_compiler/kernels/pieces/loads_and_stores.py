@@ -321,8 +321,11 @@ def block_of(tensor, dim, blocks, size, at):
     """Return a block of a dimension of an HBM matrix, which has so many blocks and a rest."""
     if dim == 0:
         return tensor[0 : blocks * size].reshape_dim(0, (blocks, size)).select(0, at)
-    whole = tensor[0 : tensor.shape[0], 0 : blocks * size]
-    return whole.reshape_dim(1, (blocks, size)).select(1, at)
+    return (
+        tensor[0 : tensor.shape[0], 0 : blocks * size]
+        .reshape_dim(1, (blocks, size))
+        .select(1, at)
+    )  # fmt: skip
 
 
 def position(i):
