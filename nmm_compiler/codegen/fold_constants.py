@@ -11,6 +11,11 @@ Records are replaced by their fields:
     load(x_sb, part)              ->    load(x_sb, x, 0, 128)
     nisa.copy(part.src, y)        ->    nisa.copy(x, y)
 
+So are lists with an element for each item of a constant, by names without the plural's s:
+
+    outs = [None for each in spec.results]
+    outs[2] = load(x)             ->    out2 = load(x)
+
 The argument for a record is a record, None, or a constant with such fields. A record that is set in
 a branch or a loop is known there only: its use behind it raises CodegenError.
 """
@@ -32,6 +37,7 @@ from nmm_compiler.codegen.trees import (
     Block,
     Editor,
     Names,
+    assign,
     assigned,
     bound,
     bound_names,
@@ -48,11 +54,14 @@ Environment = dict[str, Value]
 
 
 class Made(ast.expr):
-    """A new record, which no emitted file has: an expression, or a record again, for each field."""
+    """A new record, which no emitted file has: an expression, or a record again, for each field.
+
+    A list with an element for each linear, say, is one too: its fields are places.
+    """
 
     _fields = ()
 
-    def __init__(self, fields: dict[str, ast.expr]) -> None:
+    def __init__(self, fields: dict[Any, ast.expr]) -> None:
         super().__init__()
         self.fields = fields
 
@@ -180,15 +189,28 @@ class Folder(Editor):
     def visit_Assign(self, statement: ast.Assign) -> Any:
         target, value = assigned(statement)
         if not target:
+            element = self.visit(statement.targets[0])
+            if isinstance(element, ast.Name):
+                return self.visit_Assign(assign(element.id, statement.value))
             self.environment |= dict.fromkeys(bound_names([statement]))
             return self.generic_visit(statement)
         before = self._written_out(value)
-        value = before.pop().value if before else self.visit(value)
+        value = before.pop().value if before else self._elements(target, value) or self.visit(value)
         if isinstance(value, Made):
             self.environment[target] = value
             return before
         self.environment[target] = self.value(value)
         return [*before, changed(statement, value=value)]
+
+    def _elements(self, target: str, value: ast.expr) -> Made | None:
+        """Return names for the elements of a list that is [None for each in items] at first."""
+        match value:
+            case ast.ListComp(ast.Constant(None), [ast.comprehension(_, items)]):
+                count, one = len(values.constant(self.value(items))[1]), target.removesuffix("s")
+                names = [f"{one}{i}" for i in range(count)] if count > 1 else [one]
+                self.environment |= dict.fromkeys(names, known(None))
+                return Made(dict(enumerate(map(name, names))))
+        return None
 
     def _written_out(self, call: Any) -> list[Any]:
         """Return the statements of the helper that is called, none if it is written out nowhere."""
@@ -265,6 +287,13 @@ class Folder(Editor):
         for field, inner in self.template.records[kind].items():
             yield from self._leaves(self.visit(ast.Attribute(node, field, ast.Load())), inner)
 
+    def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
+        updated: ast.Subscript = self.generic_visit(node)
+        if isinstance(updated.value, Made):
+            _, place = values.constant(self.value(updated.slice))
+            return changed(updated.value.fields[place], ctx=node.ctx)
+        return updated
+
     def visit_Slice(self, node: ast.Slice) -> ast.Slice:
         updated: ast.Slice = self.generic_visit(node)
         if updated.step is not None and values.constant(self.value(updated.step)) == (True, 1):
@@ -306,6 +335,8 @@ class Folder(Editor):
             return self._call_of_helper(node, function)
         updated: ast.Call = self.generic_visit(node)
         match updated:
+            case ast.Call(ast.Name("tuple"), [Made() as several]):
+                return ast.Tuple([*several.fields.values()], ast.Load())
             case ast.Call(ast.Name("getattr"), [module, ast.Constant(str(attribute))]):
                 return ast.Attribute(module, attribute, ast.Load())
             case ast.Call(ast.Attribute(ast.Name("others"), "get"), [ast.Constant(tensor)]):

@@ -22,7 +22,7 @@ from nmm_compiler.codegen.fold_constants import Environment, Folder
 from nmm_compiler.codegen.known_values import constant, join, known
 from nmm_compiler.codegen.printed import printed
 from nmm_compiler.codegen.templates import Template, template
-from nmm_compiler.codegen.tidy import remove_unused, without_aliases, without_lists
+from nmm_compiler.codegen.tidy import remove_unused, without_aliases
 from nmm_compiler.codegen.trees import (
     Block,
     Editor,
@@ -54,7 +54,7 @@ def specialize(
     entry = read.functions[function]
     given: Environment = {key: known(value) for key, value in parameters.items()}
     body, sites = _folded(read, function, given, operands)
-    bodies, left = {function: without_lists(body)}, dict[str, list[str]]()
+    bodies, left = {function: body}, dict[str, list[str]]()
     for helper in read.call_order:
         of_helper = [values for name, values in sites if name == helper]
         if of_helper:

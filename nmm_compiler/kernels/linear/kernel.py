@@ -45,74 +45,63 @@ def linear(x, spec, schedule, **others):
         x = x.reshape((spec.k, 1))  # a token lies alike by rows and by columns
     m_times = 2 if spec.split == "tokens" else 1
     n_times = 2 if spec.split == "weights" else 1
-    out = []
-    part = []
+    outs = [None for y in spec.results]
+    parts = [None for y in spec.results]
     for y in spec.results:
-        out.append(
-            nl.ndarray(
-                (m_times * spec.m, n_times * y.n) if y.rows else (n_times * y.n, m_times * spec.m),
-                dtype=getattr(nl, spec.result_dtype) if spec.fp8 else x.dtype, buffer=nl.shared_hbm,
-            )
+        outs[y.place] = nl.ndarray(
+            (m_times * spec.m, n_times * y.n) if y.rows else (n_times * y.n, m_times * spec.m),
+            dtype=getattr(nl, spec.result_dtype) if spec.fp8 else x.dtype, buffer=nl.shared_hbm,
         )  # fmt: skip
-        part.append(own(out[y.place], y.cut, core))
+        parts[y.place] = own(outs[y.place], y.cut, core)
     more = own(others.get("residual"), spec.results[0].cut, core) if spec.residual else None
 
-    bias_sb = []
-    scale_sb = []
+    bias_sbs = [None for y in spec.layers]
+    scale_sbs = [None for y in spec.layers]
     for y in spec.layers:
         if y.bias != "":
             vector = own(others.get(y.bias), 0 if spec.split == "weights" else -1, core)
-            bias_sb.append(
-                load_numbers(vector, y.n, y.last.block, y.lies, schedule.own_queue)
+            bias_sbs[y.place] = load_numbers(
+                vector, y.n, y.last.block, y.lies, schedule.own_queue
             )  # fmt: skip
-        else:
-            bias_sb.append(None)
         if spec.fp8:
             halved = spec.split == "weights" and spec.scales == "channel"
-            scale_sb.append(
-                product_scales(
-                    own(others.get(y.scaled.scale), 0 if halved else -1, core),
-                    y.n, y.last.block, spec.scales, y.lies, schedule.own_queue,
-                )
+            scale_sbs[y.place] = product_scales(
+                own(others.get(y.scaled.scale), 0 if halved else -1, core),
+                y.n, y.last.block, spec.scales, y.lies, schedule.own_queue,
             )  # fmt: skip
-        else:
-            scale_sb.append(None)
     if spec.branch_tiles > 0:
         every = others.get("branch_scale")
         numbers = every.shape[0] * every.shape[1]
         branch_sb = load_columns(every.reshape((numbers,)), numbers, 1, 0, 1, "scalar")
-    p_bias = []
-    p_scale = []
+    p_bias_sbs = [None for factors in spec.pairs]
+    p_scales = [None for factors in spec.pairs]
     for factors in spec.pairs:
-        p_bias.append(
-            load_columns(others.get(factors.bias), factors.u.n, 1, 0, 1, schedule.own_queue)
-            if factors.bias != ""
-            else None
-        )
+        if factors.bias != "":
+            p_bias_sbs[factors.place] = load_columns(
+                others.get(factors.bias), factors.u.n, 1, 0, 1, schedule.own_queue
+            )  # fmt: skip
         if factors.numbers == "branch_scale":
             column = factors.place * spec.branch_tiles
-            p_scale.append(branch_sb[0:128, column : column + spec.branch_tiles])
+            p_scales[factors.place] = branch_sb[0:128, column : column + spec.branch_tiles]
         elif factors.numbers != "":
             vector = others.get(factors.numbers)
-            p_scale.append(load_columns(vector, factors.u.n, 1, 0, 1, schedule.own_queue))
+            p_scales[factors.place] = load_columns(
+                vector, factors.u.n, 1, 0, 1, schedule.own_queue
+            )  # fmt: skip
         elif factors.scaled and factors.groups.slots == 0:
-            p_scale.append(
-                product_scales(
-                    others.get(factors.u.scale), factors.u.n, 128, spec.scales, "columns",
-                    schedule.own_queue,
-                )
+            p_scales[factors.place] = product_scales(
+                others.get(factors.u.scale), factors.u.n, 128, spec.scales, "columns",
+                schedule.own_queue,
             )  # fmt: skip
             if factors.scale != 1.0:
-                times(p_scale[factors.place], factors.scale)
-        else:
-            p_scale.append(None)
+                times(p_scales[factors.place], factors.scale)
     gain = None
     if spec.norm_gain:
         gain = feature_columns(others.get("norm_gain"), spec.k, spec.order, spec.norm_offset)
     shift = None
     if spec.norm_bias:
         shift = feature_columns(others.get("norm_bias"), spec.k, spec.order, 0.0)
-    ends = Ends(scale_sb, bias_sb, p_scale, p_bias, None, gain, shift)
+    ends = Ends(scale_sbs, bias_sbs, p_scales, p_bias_sbs, None, gain, shift)
 
     first = 0
     if schedule.m_loop:
@@ -124,30 +113,31 @@ def linear(x, spec, schedule, **others):
         def body(i):
             at = position(i)
             x_part = block_of(x, 1 if spec.x_layout == "col" else 0, blocks, size, at)
-            y_part = []
+            y_parts = [None for y in spec.results]
             for y in spec.results:
-                y_part.append(block_of(part[y.place], 0 if y.rows else 1, blocks, size, at))
+                y_dim = 0 if y.rows else 1
+                y_parts[y.place] = block_of(parts[y.place], y_dim, blocks, size, at)
             if spec.residual:
                 y_dim = 0 if spec.results[0].rows else 1
                 more_part = block_of(more, y_dim, blocks, size, at)
             else:
                 more_part = None
             compute_block(
-                y_part, more_part, x_part, ends, Block(0, size, core), spec, schedule, others
+                y_parts, more_part, x_part, ends, Block(0, size, core), spec, schedule, others
             )  # fmt: skip
 
         nl.fori_loop(0, nisa.register_alloc(blocks), body)
     for m0 in range(first, spec.m, schedule.m_block):
         at = Block(m0, min(schedule.m_block, spec.m - m0), core)
-        compute_block(part, more, x, ends, at, spec, schedule, others)
-    return out[0] if len(spec.results) == 1 else tuple(out)
+        compute_block(parts, more, x, ends, at, spec, schedule, others)
+    return outs[0] if len(spec.results) == 1 else tuple(outs)
 
 
 def compute_block(
-    out, residual, x, ends: Ends, at: Block, spec, schedule, others
+    outs, residual, x, ends: Ends, at: Block, spec, schedule, others
 ):  # fmt: skip
     """Compute a block of tokens."""
-    p_factors = []
+    p_factors = [None for pair in spec.pairs]
     for pair in spec.pairs:
         if pair.groups.count > 0:
             chosen = own(others.get("index"), 0 if spec.split == "tokens" else -1, at.core)
@@ -159,17 +149,17 @@ def compute_block(
             else:
                 stacked = index_tiles(chosen, at.m0, at.tokens)
                 gains = ends.p_scale[pair.place]
-            p_factors.append(group_mask(chosen, gains, pair, at, schedule.own_queue))
+            p_factors[pair.place] = group_mask(chosen, gains, pair, at, schedule.own_queue)
         else:
-            p_factors.append(ends.p_scale[pair.place])
+            p_factors[pair.place] = ends.p_scale[pair.place]
     p_type = getattr(nl, spec.kept_dtype) if spec.fp8 else x.dtype
     x_pitch = (at.tokens + 15) // 16 * 16 if spec.x_aligned else at.tokens
     x_sb = nl.ndarray((128, spec.x_tiles, x_pitch), dtype=x.dtype, buffer=nl.sbuf)
     if spec.x_chunk > 0:
         load_normed(x_sb, x, at, ends.norm_gain, ends.norm_bias, spec)
-    squares = []
+    squares = [None for pair in spec.pairs]
     for each in spec.pairs:
-        squares.append(new_squares(each.u.n, at.tokens) if each.gain != "" else None)
+        squares[each.place] = new_squares(each.u.n, at.tokens) if each.gain != "" else None
     around = Ends(ends.scale, ends.bias, p_factors, ends.p_bias, squares, None, None)
     if spec.p_tiles > 0:
         # p^T = (x u)^T of every pair of factors, one after another in tiles of the rank
@@ -198,7 +188,7 @@ def compute_block(
             h_sb = nl.ndarray((128, spec.h_tiles, at.tokens), dtype=p_type, buffer=nl.sbuf)
         else:
             h_sb = None
-        h_result = Result(out[0], None, False, schedule.own_queue, h_sb, spec.down.n > 0)
+        h_result = Result(outs[0], None, False, schedule.own_queue, h_sb, spec.down.n > 0)
         combine(h_result, x_left, spec.linears[0], spec.linears[1], around, at, spec, others)
         if spec.exchanges_h:
             other = spec.h_tiles - at.core * spec.h_tiles
@@ -210,14 +200,13 @@ def compute_block(
             v_sb = gather(own(others.get(pair_of.v.name), pair_of.v.cut, at.core), columns)
         else:
             v_sb = None
-        panels = []
+        first_panels = [None for one in spec.linears]
         for one in spec.linears:
             x_of = Left(
                 x_left.strip, x, x_left.how if one.place == 0 else "none", x_left.left_scales, p_sb,
                 v_sb,
             )  # fmt: skip
-            panels.append([])
-            load_panels(panels[one.place], one, x_of, 0, at, others)
+            first_panels[one.place] = load_panels(one, x_of, 0, at, others)
         for pair in spec.pairs:
             if pair.groups.count > 0 and pair.groups.slots == 0:
                 # behind the first loads of weights, which do not wait for the index
@@ -237,9 +226,9 @@ def compute_block(
                 v_sb,
             )  # fmt: skip
             result = Result(
-                out[one.place], residual, spec.residual, schedule.own_queue, None, False
+                outs[one.place], residual, spec.residual, schedule.own_queue, None, False
             )
-            expand(result, panels[one.place], x_of, one, ending, at, others)
+            expand(result, first_panels[one.place], x_of, one, ending, at, others)
     if spec.down.n > 0:
         h_stored = stored_left(h_strip, None, None, "none", spec.down.weight.k, at.tokens, spec)
         if spec.down.low_rank.r > 0:
@@ -253,11 +242,10 @@ def compute_block(
         else:
             down_sb = None
         h_left = Left(h_stored.strip, None, "none", h_stored.left_scales, down_sb)
-        h_panels = []
-        load_panels(h_panels, spec.down, h_left, 0, at, others)
+        h_panel = load_panels(spec.down, h_left, 0, at, others)
         last = epilogue_of(spec.down, ends.scale[2], ends.bias[2], None, False, spec)
-        y_result = Result(out[0], residual, spec.residual, schedule.own_queue, None, False)
-        expand(y_result, h_panels, h_left, spec.down, last, at, others)
+        y_result = Result(outs[0], residual, spec.residual, schedule.own_queue, None, False)
+        expand(y_result, h_panel, h_left, spec.down, last, at, others)
 
 
 def stored_left(strip, p_sb, source, how, size, tokens, spec) -> Left:

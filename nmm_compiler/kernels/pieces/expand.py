@@ -52,38 +52,38 @@ def epilogue_of(linear, scale, bias, gate, gated, spec) -> Epilogue:
     )  # fmt: skip
 
 
-def load_panels(panels, linear, left: Left, n0, at: Block, others):
-    """Add a linear's panel from output n0 on, if there is one: the chunks of its second factor and
-    of its dense weight, loaded if they are loaded ahead."""
+def load_panels(linear, left: Left, n0, at: Block, others):
+    """Return a linear's panels from output n0 on: the chunks of its second factor and of its dense
+    weight, loaded if they are loaded ahead."""
     width = min(linear.last.block, linear.n - n0)
     own_dense = dense_term(linear, left, at, others)
     own_low = low_rank_term(linear, left, at, others)
-    if n0 < linear.n:
-        panels.append([
-            load_panel(own_low, n0, width, at) if linear.low_rank.r > 0 else [],
-            load_panel(own_dense, n0, width, at) if linear.weight.k > 0 else [],
-        ])  # fmt: skip
+    return [
+        load_panel(own_low, n0, width, at) if linear.low_rank.r > 0 else [],
+        load_panel(own_dense, n0, width, at) if linear.weight.k > 0 else [],
+    ]
 
 
-def expand(result: Result, panels, left: Left, linear, ending: Epilogue, at: Block, others):
+def expand(result: Result, first, left: Left, linear, ending: Epilogue, at: Block, others):
     """Store the result of a linear for a block of tokens; its first panels are there."""
+    panels = [first]
     for n0 in range(0, linear.n, linear.last.block):
         columns = min(linear.last.block, linear.n - n0)
-        if linear.n > linear.last.block:
-            following = n0 + linear.last.block
-            load_panels(panels, linear, left, following, at, others)
+        if n0 + linear.last.block < linear.n:
+            following = load_panels(linear, left, n0 + linear.last.block, at, others)
+            panels.append(following)
         apart = columns // 128 if linear.runs else linear.last.apart
         panel = Panel(n0, columns, linear.last.group, linear.last.down, apart, columns, 0)
-        expand_panel(result, panels, left, linear, ending, panel, at, others)
+        chunks = panels[n0 // linear.last.block] if linear.n > linear.last.block else first
+        expand_panel(result, chunks, left, linear, ending, panel, at, others)
 
 
 def expand_panel(
-    result: Result, panels, left: Left, linear, ending: Epilogue, panel: Panel, at: Block, others
+    result: Result, chunks, left: Left, linear, ending: Epilogue, panel: Panel, at: Block, others
 ):  # fmt: skip
     """Store some outputs of a linear, or keep them in a strip."""
     dense = dense_term(linear, left, at, others)
     low = low_rank_term(linear, left, at, others)
-    chunks = panels[panel.n0 // linear.last.block]
     if linear.by_rows:
         make_rows(result, dense, chunks[1], low, chunks[0], panel, at, ending)
     else:
@@ -208,16 +208,19 @@ def combine(result: Result, left: Left, gate, up, ends: Ends, at: Block, spec, o
     gating = epilogue_of(gate, ends.scale[0], ends.bias[0], None, False, spec)
     # the gate's product has loaded x
     loaded = Left(left.strip, left.source, "none", left.left_scales, left.p_sb)
-    gate_panels = []
-    up_panels = []
-    load_panels(gate_panels, gate, left, 0, at, others)
-    load_panels(up_panels, up, loaded, 0, at, others)
+    first_gate = load_panels(gate, left, 0, at, others)
+    first_up = load_panels(up, loaded, 0, at, others)
+    gate_panels = [first_gate]
+    up_panels = [first_up]
     for n0 in range(0, up.n, up.last.block):
         columns = min(up.last.block, up.n - n0)
-        if up.n > up.last.block:
-            following = n0 + up.last.block
-            load_panels(gate_panels, gate, left, following, at, others)
-            load_panels(up_panels, up, loaded, following, at, others)
+        if n0 + up.last.block < up.n:
+            next_gate = load_panels(gate, left, n0 + up.last.block, at, others)
+            next_up = load_panels(up, loaded, n0 + up.last.block, at, others)
+            gate_panels.append(next_gate)
+            up_panels.append(next_up)
+        gate_chunks = gate_panels[n0 // up.last.block] if up.n > up.last.block else first_gate
+        up_chunks = up_panels[n0 // up.last.block] if up.n > up.last.block else first_up
         panel = Panel(n0, columns, up.last.group, up.last.down, up.last.apart, columns, 0)
         active = nl.ndarray(
             (128, (at.tokens + 127) // 128, columns)
@@ -226,7 +229,7 @@ def combine(result: Result, left: Left, gate, up, ends: Ends, at: Block, spec, o
             dtype=nl.float32, buffer=nl.sbuf,
         )  # fmt: skip
         expand_panel(
-            Result(None, None, False, result.own_queue, active, True), gate_panels, left, gate,
+            Result(None, None, False, result.own_queue, active, True), gate_chunks, left, gate,
             gating, panel, at, others,
         )  # fmt: skip
         gated = epilogue_of(up, ends.scale[1], ends.bias[1], active, True, spec)
@@ -238,5 +241,5 @@ def combine(result: Result, left: Left, gate, up, ends: Ends, at: Block, spec, o
                 else None,
                 result.kept,
             ),
-            up_panels, loaded, up, gated, panel, at, others,
+            up_chunks, loaded, up, gated, panel, at, others,
         )  # fmt: skip
