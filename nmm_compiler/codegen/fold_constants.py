@@ -35,8 +35,8 @@ from nmm_compiler.codegen.known_values import Value, computed, divided, known, o
 from nmm_compiler.codegen.templates import NOTHING, Parameter, Template
 from nmm_compiler.codegen.trees import (
     Block,
-    Editor,
-    Names,
+    NameWriter,
+    TreeEditor,
     assign,
     assigned,
     bound,
@@ -122,7 +122,7 @@ _PLAIN: dict[str | None, Any] = {
 """The defaults of keywords of instructions, where they are not None."""
 
 
-class Folder(Editor):
+class Folder(TreeEditor):
     """Folds the statements of one function: writes constants into them, simplifies around them."""
 
     def __init__(
@@ -217,7 +217,7 @@ class Folder(Editor):
         helper = self.template.written_out.get(called(call))
         if helper is None:
             return []
-        given = Names(self._given(call, parameter_names(helper)))
+        given = NameWriter(self._given(call, parameter_names(helper)))
         return self.fold(given.visit_all(helper.body[int(ast.get_docstring(helper) is not None) :]))
 
     def visit_If(self, statement: ast.If) -> Block:

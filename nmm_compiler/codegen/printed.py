@@ -10,7 +10,7 @@ import ast
 import itertools
 from typing import Any
 
-from nmm_compiler.codegen.trees import Block, Editor, changed, root
+from nmm_compiler.codegen.trees import Block, TreeEditor, changed, root
 
 WIDTH = 100
 
@@ -22,7 +22,7 @@ def printed(tree: ast.Module) -> str:
     return "".join(f"{part}\n" for line in lines for part in _laid_out(line))
 
 
-class _Plain(Editor):
+class _Plain(TreeEditor):
     """Makes a tree one that `ast.unparse` prints: no block is empty."""
 
     def generic_visit(self, node: Any) -> Any:

@@ -25,8 +25,8 @@ from nmm_compiler.codegen.templates import Template, template
 from nmm_compiler.codegen.tidy import remove_unused, without_aliases
 from nmm_compiler.codegen.trees import (
     Block,
-    Editor,
     Inlined,
+    TreeEditor,
     bound_names,
     called,
     changed,
@@ -102,7 +102,7 @@ def _with(
     return changed(node, name=name, args=taken, body=body)
 
 
-class _Shortened(Editor):
+class _Shortened(TreeEditor):
     """Shortens the calls of helpers by arguments that these do not read.
 
     left: the parameters of each helper without a known value, of which those that it reads stay.

@@ -14,8 +14,8 @@ from collections.abc import Iterable
 
 from nmm_compiler.codegen.trees import (
     Block,
-    Editor,
-    Names,
+    NameWriter,
+    TreeEditor,
     assigned,
     bound_names,
     called,
@@ -44,11 +44,11 @@ def without_aliases(statements: Block, parameters: Iterable[str] = ()) -> Block:
     }
     # an alias of an alias is one in the next round
     now = {alias: value for alias, value in aliases.items() if root(value) not in aliases}
-    written: Block = Names(now).visit_all(statements)
+    written: Block = NameWriter(now).visit_all(statements)
     return written if len(now) in (0, len(aliases)) else without_aliases(written, parameters)
 
 
-class _Used(Editor):
+class _Used(TreeEditor):
     """Removes the assignments of values without effects to other names than these."""
 
     def __init__(self, names: set[str]) -> None:

@@ -55,7 +55,7 @@ def changed(node: Node, **fields: Any) -> Node:
     return made
 
 
-class Editor(ast.NodeVisitor):
+class TreeEditor(ast.NodeVisitor):
     """Edits a tree: a method `visit_<Kind>(node)` returns the replacement of a node.
 
     It calls `generic_visit` for the node with its parts edited. In a sequence the replacement may
@@ -100,7 +100,7 @@ def _parts(kind: Any) -> tuple[str, ...]:
 _NO_CODE = ("ctx", "op", "ops", "id", "attr", "arg", "kind")
 
 
-class Names(Editor):
+class NameWriter(TreeEditor):
     """Writes expressions for names that are read."""
 
     def __init__(self, given: Mapping[str, ast.expr]) -> None:
@@ -110,7 +110,7 @@ class Names(Editor):
         return self.given.get(node.id, node) if isinstance(node.ctx, ast.Load) else node
 
 
-class Inlined(Editor):
+class Inlined(TreeEditor):
     """Writes what helpers return in place of their calls.
 
     helpers: name -> (its parameters, the expression that it returns).
@@ -124,7 +124,7 @@ class Inlined(Editor):
         if called(call) not in self.helpers:
             return call
         parameters, value = self.helpers[called(call)]
-        return self.visit(Names(bound(call, parameters)).visit(value))
+        return self.visit(NameWriter(bound(call, parameters)).visit(value))
 
 
 def name(text: str) -> ast.Name:

@@ -27,7 +27,7 @@ from nmm_compiler.ops.launches import (
     dtype_name,
     turned,
 )
-from nmm_compiler.ops.linear import UV, Linear, LinearOp, of_one_dtype
+from nmm_compiler.ops.linear import UV, LinearOfCall, LinearOp, of_one_dtype
 from nmm_compiler.ops.operands import (
     Given,
     check_dtypes,
@@ -170,7 +170,7 @@ class AdaptersOp(LinearOp):
         given["row_scale"] = given["gains"].float().repeat_interleave(rank)
         return super().lower(given, rows, m, transpose)
 
-    def sizes(self, given: Given, linears: Sequence[Linear]) -> Given:
+    def sizes(self, given: Given, linears: Sequence[LinearOfCall]) -> Given:
         """Return the sizes of a spec: r is the rank of one adapter."""
         made, groups = super().sizes(given, linears), given["gains"].shape[0]
         return {**made, "r": made["r"] // groups, "groups": groups}
@@ -246,7 +246,7 @@ class ExpertsOp(Op):
         return torch.empty_like(x, memory_format=torch.contiguous_format)
 
     @staticmethod
-    def _first(given: Given, name: str) -> Linear:
+    def _first(given: Given, name: str) -> LinearOfCall:
         """Return gate_up or down of the first group; ShapeError for what is no stack."""
         weights = stacks(given, name)
         for one in weights.values():
@@ -254,7 +254,7 @@ class ExpertsOp(Op):
                 raise ShapeError(f"{one.name}: {tuple(one.tensor.shape)} is no matrix an expert")
         bias = given[f"{name}_bias"]
         own = None if bias is None else bias[0]
-        return Linear(name, of_group(weights, 0), own, "", "", {})
+        return LinearOfCall(name, of_group(weights, 0), own, "", "", {})
 
     def spec_of(self, given: Given, m: int, dtype: str) -> ExpertsSpec:
         """Return the spec of a call with m tokens; its stored weights lie as kernels take them."""

@@ -95,7 +95,7 @@ _OF_PAIR = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Linear:
+class LinearOfCall:
     """One linear of a call; end: of the names of its operands in a kernel.
 
     weights: u and v, w, or all three, by these letters. between: vectors between u and v, by name.
@@ -163,7 +163,7 @@ class LinearOp(Op):
             return self.ends
         return [str(i) for i in range(len(given["vs"]))] if self.many else ("",)
 
-    def linears(self, given: Given) -> list[Linear]:
+    def linears(self, given: Given) -> list[LinearOfCall]:
         """Return the linears of a call, from its arguments by name."""
         ends = self.ends_of(given)
         rows: dict[str, dict[str, Any]] = {end: {} for end in ends}
@@ -188,7 +188,7 @@ class LinearOp(Op):
             check_same("factors u and v", "u" in weights, "v" in weights)
             for one in weights.values():
                 one.check()
-            made.append(Linear(end, weights, row.get("bias"), activation, layout, between))
+            made.append(LinearOfCall(end, weights, row.get("bias"), activation, layout, between))
         return made
 
     def reference(self, *args: Any, by: Any = references.ByTorch, **kw: Any) -> Any:
@@ -206,7 +206,7 @@ class LinearOp(Op):
             h = gate.of(x, activation=gate.activation, **inside) * up.of(x, **inside)
             made = [one.of(h, out_layout=one.layout, by=by) for one in down] or [h]
         elif "u" in given and self.many:
-            u = Linear("", {"w": linears[0].weights["u"]}, None, "", "", {})
+            u = LinearOfCall("", {"w": linears[0].weights["u"]}, None, "", "", {})
             vs = [dataclasses.replace(one, weights={"w": one.weights["v"]}) for one in linears]
             read = any(one.weights["w"].tensor.requires_grad for one in vs)
             h = u.of(x, read=read, **said)
@@ -296,7 +296,7 @@ class LinearOp(Op):
         operands = tuple(_fitting(named[t.name], t) for t in inputs_of(spec) if t.name in named)
         return Launch(spec, operands, given.get("token_axis", "m"))
 
-    def sizes(self, given: Given, linears: Sequence[Linear]) -> Given:
+    def sizes(self, given: Given, linears: Sequence[LinearOfCall]) -> Given:
         """Return the sizes of a spec, and what it says of each of several linears."""
         k, r, n = linears[0].sizes
         ranks, ns = (tuple(one.sizes[i] for one in linears) for i in (1, 2))
@@ -356,7 +356,7 @@ def _result_dtype(given: Given) -> torch.dtype:
     return made
 
 
-def of_one_dtype(given: Given, linears: Sequence[Linear]) -> Iterator[Tensor | None]:
+def of_one_dtype(given: Given, linears: Sequence[LinearOfCall]) -> Iterator[Tensor | None]:
     """Yield the tensors, or None, that have the dtype of the results."""
     for linear in linears:
         yield from (one.tensor for one in linear.weights.values() if not one.form)
@@ -365,7 +365,7 @@ def of_one_dtype(given: Given, linears: Sequence[Linear]) -> Iterator[Tensor | N
     yield from (given.get(one.name) for one in ENDS)
 
 
-def _branch_scales(linears: Sequence[Linear]) -> dict[str, Tensor]:
+def _branch_scales(linears: Sequence[LinearOfCall]) -> dict[str, Tensor]:
     """Return the scales of fp8 branches as one operand, each filled up with ones."""
     ranks = [one.sizes[1] for one in linears if one.sizes[1]]
     us = [one.weights["u"] for one in linears if "u" in one.weights]

@@ -50,8 +50,8 @@ from nmm_compiler.codegen.templates import Template
 from nmm_compiler.codegen.tidy import remove_unused, without_aliases
 from nmm_compiler.codegen.trees import (
     Block,
-    Editor,
     Inlined,
+    TreeEditor,
     appended,
     assign,
     assigned,
@@ -153,7 +153,7 @@ def is_summed(functions: Functions, function: str, tensor: str) -> bool:
     return False
 
 
-class _Function(Editor):
+class _Function(TreeEditor):
     """Translates one function, its statements in order; those that call it are translated before.
 
     places: (function, name) -> the memory of its tensor, BOTH where callers differ. views: names

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nmm_compiler.codegen.fold_constants import Folder
-from nmm_compiler.codegen.trees import Names, parsed
+from nmm_compiler.codegen.trees import NameWriter, parsed
 from nmm_compiler.errors import no_beta1_form
 
 
@@ -65,7 +65,7 @@ def indices_of(node: ast.Subscript) -> list[ast.expr]:
 
 def quoted(source: str, /, **given: ast.expr) -> Any:
     """Return a piece of source as an expression, with expressions in place of names."""
-    return Names(given).visit(parsed(source))
+    return NameWriter(given).visit(parsed(source))
 
 
 def elements(node: ast.expr) -> list[ast.expr]:
@@ -84,7 +84,7 @@ METHODS = ("reshape_dim", "permute", "select", "broadcast", "reshape")
 
 
 @dataclasses.dataclass(frozen=True)
-class Axis:
+class ViewAxis:
     """An axis of a view: along which dimension of the tensor it goes, and by how many elements.
 
     dimension: None for an axis of one element.
@@ -104,7 +104,7 @@ class View:
 
     base: ast.expr
     starts: tuple[ast.expr, ...]
-    axes: tuple[Axis, ...]
+    axes: tuple[ViewAxis, ...]
     spread: ast.expr | None = None
 
     @staticmethod
@@ -118,7 +118,7 @@ class View:
                         f"a view of {ast.unparse(base)} with slice {ast.unparse(index)!r}"
                     )
                 starts[place] = index.lower
-                axes.append(Axis(minus(index.upper, index.lower), place))
+                axes.append(ViewAxis(minus(index.upper, index.lower), place))
         return View(base, tuple(starts), tuple(axes))
 
     def at(self, indices: Sequence[Any]) -> View:
@@ -138,7 +138,7 @@ class View:
         """Return the view with an axis as two, the second of them consecutive."""
         axis, (outer, inner) = self.axes[place], sizes
         both = [
-            Axis(size, None if number(size) == 1 else axis.dimension, factor)
+            ViewAxis(size, None if number(size) == 1 else axis.dimension, factor)
             for size, factor in ((outer, times(axis.factor, inner)), (inner, axis.factor))
         ]
         axes = (*self.axes[:place], *both, *self.axes[place + 1 :])
@@ -154,7 +154,7 @@ class View:
             size_of = quoted("base.shape[place]", base=self.base, place=ast.Constant(dimension))
             length = times(size_of, length)
         flat = quoted("base.reshape((base.shape[0], length))", base=self.base, length=length)
-        return View(flat, (self.starts[0], start), (self.axes[0], Axis(size, 1)))
+        return View(flat, (self.starts[0], start), (self.axes[0], ViewAxis(size, 1)))
 
     def step(self, how: str, arguments: Sequence[Any]) -> View:
         """Return the view that a method gives.
@@ -182,7 +182,7 @@ class View:
             case "reshape", [ast.Tuple([*parts, ast.Constant(1) as one])] if len(parts) == len(
                 sizes
             ) and all(map(same, sizes, parts)):
-                return dataclasses.replace(self, axes=(*self.axes, Axis(one)))
+                return dataclasses.replace(self, axes=(*self.axes, ViewAxis(one)))
             case "reshape", [ast.Tuple([rows, size])] if (
                 len(sizes) > 2 and self.plain and same(sizes[0], rows)
             ):
