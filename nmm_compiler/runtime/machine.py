@@ -190,7 +190,7 @@ def check_launch(kernel_target: str, cores: int) -> None:
         )
     wanted = targets.get(kernel_target)
     override = setting("NEURON_PLATFORM_TARGET_OVERRIDE")
-    if override not in (None, wanted.name, wanted.generation, *wanted.instances):
+    if override is not None and not wanted.goes_by(override):
         raise NeuronSetupError(
             f"NEURON_PLATFORM_TARGET_OVERRIDE={override} asks for other hardware than the kernel's "
             f"{kernel_target}; unset it, or pass options={{'target': ...}} for that hardware"

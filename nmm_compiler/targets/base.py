@@ -177,6 +177,10 @@ class Target:
         }
         return self.of(name, **{**carried, **given})
 
+    def goes_by(self, word: str) -> bool:
+        """Return whether AWS's tools use `word` for this hardware ("trn2", "gen3")."""
+        return word in (self.name, self.generation, *self.instances)
+
     @property
     def sbuf_usable_bytes_per_partition(self) -> int:
         """Bytes of each partition that a kernel may allocate."""
