@@ -1,8 +1,9 @@
 """Finds the kernel that a path, a text, a function or an object names, and loads its file.
 
-`resolve` is the entry point: it returns a callable whose `nki` is the stand-in. A file is run each
-time that it is named. A function of an imported module is rebuilt: it gets a copy of its globals in
-which everything of `nki` is the stand-in's, and so do the functions of its module that it may call.
+`resolve` is the entry point: it returns a callable whose `nki` is the stand-in. A file is loaded
+again only when it, or a file that it imports, changes. A function of an imported module is rebuilt:
+it gets a copy of its globals in which everything of `nki` is the stand-in's, and so do the
+functions of its module that it may call.
 """
 
 from __future__ import annotations
@@ -20,12 +21,18 @@ from nmm_compiler.simulator.loading import standins
 from nmm_compiler.simulator.loading.private_modules import BETA_1, PrivateModules
 from nmm_compiler.simulator.machine import defined_at
 
+_CACHE: dict[Path, tuple[PrivateModules, types.ModuleType]] = {}
+_MODULES_KEPT = 64
+
 
 def load_file(path: Path) -> types.ModuleType:
-    """Return a private module of a kernel file."""
+    """Return the private module of a kernel file; loaded once until a file changes."""
     path = path.resolve()
     if not path.is_file():
         raise KernelArgumentError(f"kernel file {path} does not exist; check the path")
+    known = _CACHE.get(path)
+    if known is not None and known[0].fresh():
+        return known[1]
     parts = [path.stem] if path.name != "__init__.py" else []
     root = path.parent
     while (root / "__init__.py").is_file():
@@ -36,10 +43,13 @@ def load_file(path: Path) -> types.ModuleType:
     module = private.load(name)
     if module is None or getattr(module, "__file__", None) != str(path):
         module = private.execute(path, name)
+    if len(_CACHE) > _MODULES_KEPT:
+        _CACHE.pop(next(iter(_CACHE)))
+    _CACHE[path] = (private, module)
     return module
 
 
-@functools.lru_cache(64)
+@functools.lru_cache(_MODULES_KEPT)
 def load_text(text: str, path: Path) -> types.ModuleType:
     """Return the private module of a kernel's verified text; loaded once.
 

@@ -28,12 +28,22 @@ BETA_1 = "__nki_beta_1__"
 _ANNOTATIONS = ("neuronxcc.nki.typing",)
 
 
+def _stamp(path: Path) -> tuple[int, int] | None:
+    """Return what changes when a file does; None for a file that is gone."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_mtime_ns, stat.st_size
+
+
 class PrivateModules:
     """The private modules of some search roots."""
 
     def __init__(self, roots: list[Path]) -> None:
         self.roots = roots
         self.modules: dict[str, types.ModuleType] = {}
+        self.stamps: dict[Path, tuple[int, int] | None] = {}
         self.builtins = dict(vars(builtins))
         self.builtins["__import__"] = self.import_module
         self.changed = {
@@ -85,6 +95,7 @@ class PrivateModules:
         if path.is_dir():
             return module
         module.__file__ = str(path)
+        self.stamps[path] = _stamp(path)
         return self.run_text(read_source(path), path, name, module)
 
     def run_text(
@@ -101,6 +112,10 @@ class PrivateModules:
             self.modules.pop(name, None)
             raise
         return module
+
+    def fresh(self) -> bool:
+        """Return whether no loaded file has changed since."""
+        return all(_stamp(path) == stamp for path, stamp in self.stamps.items())
 
     def import_module(
         self,
