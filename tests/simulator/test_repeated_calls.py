@@ -3,7 +3,6 @@
 Time on a shared machine says little, so the guards count Python calls instead of seconds.
 """
 
-import functools
 import gc
 import sys
 
@@ -16,22 +15,17 @@ from trace_builder import starts, stops
 from benchmarks.simulator import LOW_RANK, SOFTMAX, TILED
 from nmm_compiler import errors, targets
 from nmm_compiler.simulator import machine
-from nmm_compiler.simulator.loading.loader import resolve
 from nmm_compiler.simulator.run import ArraySpec, simulate
 from nmm_compiler.simulator.timing.schedule import time_trace
 
 
-@functools.cache
-def loaded():
-    return resolve(f"{kernel_file(TILED)}:tiled")
-
-
 def tiled(rows, mode="timing"):
+    path = kernel_file(TILED)
     shapes = (512, rows), (512, 1024)
     given = [ArraySpec(shape, "bfloat16") for shape in shapes]
     if mode != "timing":
         given = [np.ones(shape, np.float32) for shape in shapes]
-    return simulate(loaded(), *given, mode=mode)
+    return simulate(f"{path}:tiled", *given, mode=mode)
 
 
 def one_program(rule):
