@@ -289,7 +289,7 @@ def _call(node: Node, form: Opaque) -> Iterator[Spelling]:
 
 
 @dataclass(frozen=True)
-class Site:
+class Occurrence:
     """A part of a pattern in a graph, or the whole.
 
     values: for each base value of the pattern, the graph's base value and `seen`; of a whole
@@ -312,7 +312,7 @@ class Site:
 
 Operand = tuple[Key, Key, Dims, Dims]
 """A value of the pattern and one of the graph, and the same dimensions over the base of each."""
-Way = tuple[list[Operand], Site]
+Way = tuple[list[Operand], Occurrence]
 """Operands that have to agree, and what is found with them."""
 
 
@@ -326,12 +326,12 @@ class Unifier:
         self.pattern, self.p, self.c, self.node = pattern, pattern.c, c, node
         self.nearest = Refusal("pattern", "", node)
 
-    def sites(self) -> Iterator[Site]:
+    def sites(self) -> Iterator[Occurrence]:
         """Yield every way in which the pattern ends at the node."""
         pattern = self.pattern
         for seen in self._readings(self.c.sizes(self.node)):
             out_dims = tuple(seen[axis] for axis in pattern.axes if axis is not None)
-            for site in self._value(pattern.root, self.node, seen, Site({}, {}, frozenset())):
+            for site in self._value(pattern.root, self.node, seen, Occurrence({}, {}, frozenset())):
                 values = {name: site.values[holder] for holder, name in pattern.names.items()}
                 yield replace(site, values=values, out_dims=out_dims)
 
@@ -350,7 +350,7 @@ class Unifier:
             groups = ([atom for (atom, _), at in held if at == axis] for axis in range(rank))
             yield tuple(map(views.coalesce, groups))
 
-    def _value(self, own: Key, theirs: Key, seen: Dims, site: Site) -> Iterator[Site]:
+    def _value(self, own: Key, theirs: Key, seen: Dims, site: Occurrence) -> Iterator[Occurrence]:
         """Compare a base value of the pattern with one of the graph."""
         known, form, other = site.values.get(own), self.p.forms[own], self.c.forms[theirs]
         here = replace(site, values={**site.values, own: (theirs, seen)})
@@ -374,12 +374,12 @@ class Unifier:
             for operands, with_numbers in read(own, theirs, seen, here) if allowed else ():
                 yield from self._operands(operands, with_numbers)
 
-    def _differs(self, site: Site, at: Key, wanted: object, got: object) -> None:
+    def _differs(self, site: Occurrence, at: Key, wanted: object, got: object) -> None:
         if len(site.values) > self.nearest.agreed:
             why = f"{wanted} is wanted, not {got}"
             self.nearest = Refusal("pattern", why, at, agreed=len(site.values))
 
-    def _operands(self, operands: list[Operand], site: Site) -> Iterator[Site]:
+    def _operands(self, operands: list[Operand], site: Occurrence) -> Iterator[Occurrence]:
         """Compare all operands, one after the other."""
         if not operands:
             yield site
@@ -387,7 +387,9 @@ class Unifier:
         for one in self._placed(*operands[0], site):
             yield from self._operands(operands[1:], one)
 
-    def _placed(self, own: Key, theirs: Key, mine: Dims, over: Dims, site: Site) -> Iterator[Site]:
+    def _placed(
+        self, own: Key, theirs: Key, mine: Dims, over: Dims, site: Occurrence
+    ) -> Iterator[Occurrence]:
         """Compare the bases of two operands, if the dimensions cover all of the graph's value."""
         base, other = self.p.base(own)[0], self.c.base(theirs)[0]
         shape = self.p.sizes(base)
@@ -407,7 +409,7 @@ class Unifier:
             site = replace(site, nodes=site.nodes | covered(self.c, theirs, [other]))
         yield from self._value(base, other, dims, site)
 
-    def _spelled(self, own: Key, theirs: Key, seen: Dims, site: Site) -> Iterator[Way]:
+    def _spelled(self, own: Key, theirs: Key, seen: Dims, site: Occurrence) -> Iterator[Way]:
         """Yield the ways in which two spellings of an operation agree."""
         said = list(spellings(self.p, own))
         for one in spellings(self.c, theirs) if said else ():
@@ -445,7 +447,7 @@ class Unifier:
             moved.append((a, b, wide, at))
         return moved
 
-    def _products(self, own: Key, theirs: Key, seen: Dims, site: Site) -> Iterator[Way]:
+    def _products(self, own: Key, theirs: Key, seen: Dims, site: Occurrence) -> Iterator[Way]:
         """Yield the ways in which the labels of two products agree."""
         form: Any = self.p.forms[own]
         there: Any = self.c.forms[theirs]
@@ -542,7 +544,7 @@ class PatternRule(Rule):
             nearest = max(nearest, unifier.nearest, key=lambda one: one.agreed)
         return refusal or nearest
 
-    def _refused(self, graph: Canonical, node: Node, site: Site) -> Refusal | None:
+    def _refused(self, graph: Canonical, node: Node, site: Occurrence) -> Refusal | None:
         """Return why a place may not be replaced."""
         for name in self.constants:
             key = site.values[name][0] if name in site.values else None
@@ -560,7 +562,7 @@ class PatternRule(Rule):
 
     def rewrite(self, graph: Canonical, match: Match, editor: Editor) -> Node:
         """Emit the replacement's graph on the tensors of the site."""
-        site: Site = match.data
+        site: Occurrence = match.data
         given: dict[str, Node] = {}
         for name, (key, dims) in site.values.items():
             node = editor.node(key)
