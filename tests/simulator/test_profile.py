@@ -316,6 +316,40 @@ def test_the_gain_of_wider_rows_bounds_that_of_the_kernel_with_wider_rows():
     assert "1 KiB rows" not in {advice.remedy for advice in wide.advice()}
 
 
+ON_CHIP = """
+import nki
+import nki.isa as nisa
+import nki.language as nl
+
+
+@nki.jit
+def copied(x, other):
+    out = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.shared_hbm)
+    tile = nl.ndarray((128, 512), dtype=x.dtype, buffer=nl.sbuf)
+    nisa.dma_copy(dst=tile, src=x)
+    for i in range(64):
+        copy = nl.ndarray((128, 512), dtype=x.dtype, buffer=nl.sbuf)
+        if i % 2 == 0 and other:
+            nisa.activation(dst=copy, op=nl.copy, data=tile)
+        else:
+            nisa.tensor_copy(dst=copy, src=tile, engine=nisa.engine.vector)
+    nisa.dma_copy(dst=out, src=copy)
+    return out
+"""
+
+
+def test_every_second_copy_on_the_idle_engine_saves_half_of_their_time():
+    x = np.ones((128, 512), np.float32)
+    busy, shared = (
+        simulate(f"{kernel_file(ON_CHIP)}:copied", x, other=other).profile
+        for other in (False, True)
+    )
+    (advice,) = (a for a in busy.advice() if a.remedy == "every second one on ScalarE")
+    assert advice.seen == "64 copies on VectorE while ScalarE idles"
+    assert 0 < advice.gain_us <= busy.engine_busy_us["vector"] / 2
+    assert shared.latency_us < busy.latency_us
+
+
 def test_bfloat16_saves_what_the_bfloat16_kernel_saves_on_tensor_e():
     slow = build_kernel(LowRankSpec(m=128, k=512, r=128, n=512, dtype="float32")).profile()
     advice = next(a for a in slow.advice() if a.remedy == "bfloat16 operands")
