@@ -42,7 +42,11 @@ from nmm_compiler.lowrank_models.report import Timed
 from nmm_compiler.ops.launches import dtype_name
 from nmm_compiler.passes.chains.safety import covered
 from nmm_compiler.passes.graph.canonical import Canonical, Key, Product, owner_of
-from nmm_compiler.passes.graph.capture import all_graphs, arguments, collect_values
+from nmm_compiler.passes.graph.capture import (
+    arguments,
+    collect_values,
+    graphs_without_data,
+)
 from nmm_compiler.passes.graph.read_graph import read_graph
 from nmm_compiler.passes.rules.gated_mlp import gates_at
 from nmm_compiler.passes.rules.lowrank import products_at
@@ -154,7 +158,7 @@ def groups_of(
     if "use_cache" in forward.parameters.keys() - forward.bind_partial(*args, **kwargs).arguments:
         kwargs["use_cache"] = False  # transformers' cache cannot be traced without data
     groups: list[Together] = []
-    for graph, values in all_graphs(copy.module, args, kwargs):
+    for graph, values in graphs_without_data(copy.module, args, kwargs):
         c = read_graph(graph, collect_values(graph, values))
         parameters = parameter_names(copy.module, graph, values)
         forms = [(node, form) for node in c.graph.nodes for _, form in products_at(c, node)]

@@ -23,7 +23,7 @@ from nmm_compiler.lowrank_models.tensor_parallel import linear_roles
 from nmm_compiler.ops.launches import view_turned
 from nmm_compiler.ops.lower import graph_call, lower
 from nmm_compiler.options import DTYPES, LADDER, Options
-from nmm_compiler.passes.graph.capture import all_graphs, collect_values
+from nmm_compiler.passes.graph.capture import collect_values, graphs_without_data
 from nmm_compiler.passes.pipeline import rewrite
 from nmm_compiler.prediction.meta_models import MetaModel, as_given, prepare
 from nmm_compiler.prediction.walk import passes_of
@@ -75,7 +75,7 @@ def _launched(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], targets: Sequence[str]
 ) -> Iterator[tuple[KernelSpec, str]]:
     """Yield what the calls of a module launch, once it is rewritten."""
-    for graph, inputs in all_graphs(module, args, kwargs):
+    for graph, inputs in graphs_without_data(module, args, kwargs):
         for target in targets:
             made = rewrite(graph, tuple(inputs), options={"target": target}).graph_module
             values = collect_values(made, inputs)

@@ -1,8 +1,8 @@
 """Lists what one pass of a model computes: kernels, attention, pointwise regions.
 
 Weights are in the layout that the kernels read best, since loading a model can change it once. The
-graph is the one that the backend would rewrite: Dynamo's, on the meta device, after `rewrite`. A
-piece is priced elsewhere (`prices.py`) and knows only sizes. Pointwise operations that feed each
+graph has the operations that the backend would rewrite, traced on the meta device, after `rewrite`.
+A piece is priced elsewhere (`prices.py`) and knows only sizes. Pointwise operations that feed each
 other are one region, as an inner compiler fuses them: it reads from HBM what other pieces made and
 writes what other pieces read.
 """
@@ -37,9 +37,15 @@ from nmm_compiler.lowrank_models.predicted_time import (
 from nmm_compiler.ops.launches import dtype_name, view_turned
 from nmm_compiler.ops.lower import graph_call, lower
 from nmm_compiler.passes.graph.canonical import Add, Canonical, Norm, owner_of
-from nmm_compiler.passes.graph.capture import all_graphs, arguments, collect_values
+from nmm_compiler.passes.graph.capture import (
+    Graphs,
+    arguments,
+    collect_values,
+    graphs_without_data,
+)
 from nmm_compiler.passes.graph.effects import upstream
 from nmm_compiler.passes.graph.read_graph import read_graph
+from nmm_compiler.passes.graph.torch_names import named_arguments
 from nmm_compiler.passes.pipeline import rewrite
 from nmm_compiler.passes.rules.attention import unrotated
 from nmm_compiler.passes.rules.base import module_path
@@ -55,8 +61,6 @@ _FEW_TOKENS = 128
 # us for 512 and 188 us for 2048 tokens of one head of 128 features on trn2, so 160 us for 3.93 M
 # scores more.
 SCORE_PASSES = 12.3
-
-Graphs = Sequence[tuple[fx.GraphModule, Sequence[Any]]]
 
 
 @dataclass(frozen=True)
@@ -151,7 +155,7 @@ def graphs_of(one: Pass) -> Graphs:
     Raises ModelError where the model cannot be traced.
     """
     try:
-        return all_graphs(one.model.module, *arguments(one.inputs()))
+        return graphs_without_data(one.model.module, *arguments(one.inputs()))
     except NmmError:
         raise
     except Exception as error:  # the model's own code may not run without data
@@ -308,7 +312,8 @@ class _Walk:
     def _attention(self, node: fx.Node) -> None:
         """Add the piece of a call of attention, and the rotation of few queries, where nothing else
         reads them."""
-        q, k, v = (a for a in node.args[:3] if isinstance(a, fx.Node))
+        given = named_arguments(node)
+        q, k, v = (given[name] for name in ("query", "key", "value"))
         *lead, heads, queries, features = map(int, self.c.shape(q) or ())
         keys, batch = int((self.c.shape(k) or ())[-2]), math.prod(lead)
         # repeated heads are stored once
@@ -316,8 +321,8 @@ class _Walk:
         key_heads = max(1, stored // (2 * batch * keys * features))
         model = self.model.module
         encodes = getattr(model, "config", None) is not None and not hasattr(model, "lm_head")
-        masked = node.kwargs.get("attn_mask") is not None and not encodes
-        causal = queries == keys and (bool(node.kwargs.get("is_causal")) or masked)
+        masked = given.get("attn_mask") is not None and not encodes
+        causal = queries == keys and (bool(given.get("is_causal")) or masked)
         moved = self._bytes(node) * 2 + stored * (self._bytes(node) // max(1, self._size(node)))
         scores = batch * heads * queries * keys * (0.5 if causal else 1.0)
         piece = self._piece(

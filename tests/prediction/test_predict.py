@@ -20,13 +20,15 @@ from nmm_compiler.kernels.attention import AttentionSpec
 from nmm_compiler.kernels.base import CORES
 from nmm_compiler.kernels.linear.specs import GatedMLPSpec, LowRankSpec, MatmulSpec
 from nmm_compiler.options import Options
-from nmm_compiler.prediction import predict as predict_module
+from nmm_compiler.passes.graph import capture
+from nmm_compiler.passes.graph.capture import all_graphs, graphs_without_data
+from nmm_compiler.prediction import predict as predict_module, walk
 from nmm_compiler.prediction.forms import read_form
-from nmm_compiler.prediction.meta_models import PUBLIC_MODELS, meta_model
+from nmm_compiler.prediction.meta_models import PUBLIC_MODELS, as_given, meta_model, prepare
 from nmm_compiler.prediction.model import ModelPrediction
 from nmm_compiler.prediction.predict import predict
 from nmm_compiler.prediction.prices import Cores, kernel_price, price
-from nmm_compiler.prediction.walk import Piece
+from nmm_compiler.prediction.walk import Piece, passes_of
 from nmm_compiler.prices.kernel import (
     LAUNCH_GAP_US,
     PAIR_BARRIER_US,
@@ -63,6 +65,19 @@ def llama(**changes) -> ModelPrediction:
 
 def kinds(prediction: ModelPrediction) -> set[str]:
     return {line.kind for line in prediction.lines}
+
+
+@pytest.mark.parametrize(("given", "tp"), [(LLAMA, 2), (ENCODER, 1), ("gpt-oss-20b", 1)])
+def test_a_trace_without_data_has_the_pieces_of_dynamos_graphs(given, tp, monkeypatch):
+    model = prepare(as_given(given), None, "bfloat16", tp)
+    monkeypatch.setattr(capture, "all_graphs", None)  # what is tried where the trace fails
+    for one in passes_of(model, {"batch": 1, "prompt": 32, "context": 64}):
+        made = []
+        for trace in (graphs_without_data, all_graphs):
+            walk.graphs_of.cache_clear()
+            monkeypatch.setattr(walk, "graphs_without_data", trace)
+            made.append(walk.walk_pass.__wrapped__(one, get("trn2"), "trn2", 1, takes_norms=True))
+        assert made[0] == made[1]
 
 
 def test_sums_equal_their_lines():
