@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,16 @@ def bind(function: Any, arrays: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         ) from None
 
 
+def each(function: Callable[[str, Any], Any], name: str, value: Any) -> Any:
+    """Return a value, or containers of values, with what a function makes of each one's name and
+    it."""
+    if type(value) in (tuple, list):
+        return type(value)(each(function, f"{name}[{i}]", v) for i, v in enumerate(value))
+    if type(value) is dict:
+        return {key: each(function, f"{name}[{key!r}]", v) for key, v in value.items()}
+    return function(name, value)
+
+
 class Binder:
     """Turns arguments into tensors, and writes arrays that the kernel changed back.
 
@@ -49,20 +60,14 @@ class Binder:
         self.seen: dict[int, tuple[NkiTensor, Any, np.ndarray]] = {}
 
     def convert(self, name: str, value: Any) -> Any:
-        """Return a tensor for an array, the same container for containers, else the value."""
+        """Return a tensor for an array or an ArraySpec, else the value."""
         of_torch = type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "detach")
         array = _from_torch(name, value) if of_torch else value
         if isinstance(array, np.ndarray):
             if id(value) not in self.seen:
                 self.seen[id(value)] = self._tensor(name, array), value, array
             return self.seen[id(value)][0]
-        if isinstance(value, ArraySpec):
-            return self._tensor(name, value)
-        if type(value) in (tuple, list):
-            return type(value)(self.convert(f"{name}[{i}]", v) for i, v in enumerate(value))
-        if type(value) is dict:
-            return {k: self.convert(f"{name}[{k!r}]", v) for k, v in value.items()}
-        return value
+        return self._tensor(name, value) if isinstance(value, ArraySpec) else value
 
     def _tensor(self, name: str, given: Any) -> NkiTensor:
         """Return a tensor in HBM for an array or an ArraySpec."""

@@ -31,7 +31,7 @@ from nmm_compiler.errors import (
 )
 from nmm_compiler.report.parts import Grid, Line, Part
 from nmm_compiler.report.shown import Shown
-from nmm_compiler.simulator.arguments import ArraySpec as ArraySpec, Binder, bind
+from nmm_compiler.simulator.arguments import ArraySpec as ArraySpec, Binder, bind, each
 from nmm_compiler.simulator.language.base import shared_hbm
 from nmm_compiler.simulator.language.functions import assign
 from nmm_compiler.simulator.loading.loader import resolve
@@ -240,7 +240,7 @@ def _launch(
         ]  # fmt: skip
         binder = Binder(machines[0], grid)
         bound = bind(function, arrays, named)
-        bound.arguments = {n: binder.convert(n, v) for n, v in bound.arguments.items()}
+        bound.arguments = {n: each(binder.convert, n, v) for n, v in bound.arguments.items()}
         for other in machines[1:]:
             other.trace.allocations.update(
                 {k: dataclasses.replace(a) for k, a in machines[0].trace.allocations.items()}

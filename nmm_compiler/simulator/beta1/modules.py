@@ -23,10 +23,11 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from nmm_compiler.errors import KernelArgumentError, SimulationError, UnsupportedInstructionError
+from nmm_compiler.simulator.arguments import each
 from nmm_compiler.simulator.beta1 import instructions, language
 from nmm_compiler.simulator.beta1.index import need
 from nmm_compiler.simulator.beta1.language import Allocator, Dimension, spmd_dim
-from nmm_compiler.simulator.beta1.tensor import Session, Tensor, session
+from nmm_compiler.simulator.beta1.tensor import Tensor, session
 from nmm_compiler.simulator.language.base import (
     MemoryRegion,
     hbm,
@@ -46,20 +47,8 @@ from nmm_compiler.simulator.machine import (
 )
 from nmm_compiler.simulator.tensors.tensor import NkiTensor, kind_of
 
-Function = Callable[..., Any]
-Grid = tuple[Dimension, ...]
 
-
-def _each(function: Callable[[Any], Any], value: Any) -> Any:
-    """Return a value, or containers of values, with what a function makes of each value."""
-    if type(value) in (tuple, list):
-        return type(value)(_each(function, v) for v in value)
-    if type(value) is dict:
-        return {key: _each(function, v) for key, v in value.items()}
-    return function(value)
-
-
-def _unwrapped(value: Any, now: Session, programs_run: int) -> Any:
+def _unwrapped(programs_run: int, _: str, value: Any) -> Any:
     """Return the tensor of the simulator that a result is, or what is no tensor."""
     if not isinstance(value, Tensor):
         return value
@@ -85,7 +74,9 @@ class Beta1Kernel(standins.JitKernel):
         which fill their last parameters, are launched unchecked.
     """
 
-    def __init__(self, function: Any, launch: Grid = (), *, checked: bool = True) -> None:
+    def __init__(
+        self, function: Any, launch: tuple[Dimension, ...] = (), *, checked: bool = True
+    ) -> None:
         if isinstance(function, Beta1Kernel):  # of two decorators
             function, launch, checked = function.function, function.launch, function.checked
         spread = [max(dimension) + 1 for dimension in launch]  # over so many cores
@@ -110,7 +101,9 @@ class Beta1Kernel(standins.JitKernel):
             annotation = given.signature.parameters[name].annotation
             if isinstance(value, NkiTensor) and "mutable" not in str(annotation):
                 now.read_only[value.storage.identity] = name
-        tensors = _each(lambda v: Tensor(v) if isinstance(v, NkiTensor) else v, (args, kwargs))
+        tensors = each(
+            lambda _, v: Tensor(v) if isinstance(v, NkiTensor) else v, "", (args, kwargs)
+        )
         returned: Any = None
         machine.launch = tuple(map(len, self.launch))
         every, core = itertools.product(*map(range, machine.launch)), machine.program_id
@@ -121,7 +114,7 @@ class Beta1Kernel(standins.JitKernel):
             returned = self.function(*tensors[0], **tensors[1])
             now.flush()
         with place_instructions(defined_at(self.function)):
-            return _each(lambda value: _unwrapped(value, now, len(mine)), returned)
+            return each(functools.partial(_unwrapped, len(mine)), "", returned)
 
     def inline(self, *args: Any, **kwargs: Any) -> Any:
         """Run inside a kernel."""
@@ -149,11 +142,12 @@ class Benchmark(Beta1Kernel):
         return None
 
 
-kernel_of = standins.decorator(Beta1Kernel)
 benchmark = standins.decorator(Benchmark)
 unchecked = standins.decorator(functools.partial(Beta1Kernel, checked=False))
-_MODES: dict[str, Function] = {
-    **dict.fromkeys(("auto", "jax", "torchxla", "baremetal", "simulation"), kernel_of),
+_MODES: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(
+        ("auto", "jax", "torchxla", "baremetal", "simulation"), standins.decorator(Beta1Kernel)
+    ),
     "benchmark": benchmark,
     "trace": unchecked,  # not documented; nki-samples marks functions that kernels call with it
 }
