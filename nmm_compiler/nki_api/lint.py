@@ -16,21 +16,11 @@ from pathlib import Path
 
 from nmm_compiler.errors import LintError
 from nmm_compiler.nki_api import lint_api, lint_kernels
-from nmm_compiler.nki_api.api import API_VERSION, VERSIONS, api
-from nmm_compiler.nki_api.lint_api import Finding
+from nmm_compiler.nki_api.api import API_VERSION as API_VERSION, VERSIONS as VERSIONS, api
+from nmm_compiler.nki_api.lint_api import Finding as Finding
 from nmm_compiler.nki_api.lint_names import Names
 from nmm_compiler.simulator.beta1.table import beta_1
 from nmm_compiler.simulator.loading.source_text import read_source
-
-__all__ = [
-    "API_VERSION",
-    "VERSIONS",
-    "Finding",
-    "check_source",
-    "lint_file",
-    "lint_source",
-    "oldest_version",
-]
 
 _TOO_DEEP = Finding(1, 1, "NKI-E001", "an expression is nested too deeply; split it")
 _TOO_YOUNG = ("NKI-E102", "NKI-E117")  # a name or a parameter of a later version

@@ -15,6 +15,7 @@ from nmm_compiler.errors import closest
 from nmm_compiler.nki_api import table
 from nmm_compiler.nki_api.api import MODULES, Api, Function, before, of_parameter
 from nmm_compiler.nki_api.lint_names import Names
+from nmm_compiler.simulator.isa.instruction import MEMBERS_OF
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -129,10 +130,7 @@ def of_the_api(node: ast.AST, names: Names, api: Api) -> Iterator[Finding]:
             path = names.resolve(node.func) or ""
             function = api.functions.get(path)
             if function is not None:
-                for keyword in node.keywords:
-                    if keyword.arg is not None and keyword.arg not in function.parameters:
-                        yield _unknown_argument(keyword, keyword.arg, function, api)
-                yield from _positions(node, function)
+                yield from _passed(node, function, api)
                 if not beta_1:
                     yield from _values(node, path, arguments(node, function))
             elif path == "nki.jit" and not beta_1:
@@ -177,12 +175,10 @@ def _member(node: ast.AST, owner: str, name: str, api: Api) -> Iterator[Finding]
 
 def _values(node: ast.Call, path: str, given: dict[str, ast.expr]) -> Iterator[Finding]:
     for parameter, value in given.items():
-        enum = table.ENUM_PARAMETERS.get(parameter)
         constant = value.value if isinstance(value, ast.Constant) else None
-        if enum is not None and isinstance(constant, str):  # not documented
-            yield at(value, "W116", parameter, constant, enum)
-        elif enum is not None and isinstance(constant, int):  # refused since 0.3
-            yield at(value, "E116", parameter, constant, enum)
+        if parameter in MEMBERS_OF and isinstance(constant, (str, int)):
+            said = "W116" if isinstance(constant, str) else "E116"  # refused since 0.3
+            yield at(value, said, parameter, constant, f"nki.isa.{MEMBERS_OF[parameter].__name__}")
         elif parameter == "buffer" and isinstance(constant, str):
             yield at(value, "E116 buffer", constant)
     if path in table.NOT_ON_DEVICE:
@@ -201,8 +197,8 @@ def _jit(node: ast.Call) -> Iterator[Finding]:
             yield at(keyword, "W115" if ignored else "E115 jit", keyword.arg, instead)
 
 
-def _positions(node: ast.Call, function: Function) -> Iterator[Finding]:
-    """E112 missing, E113 doubled, E114 superfluous arguments of a call."""
+def _passed(node: ast.Call, function: Function, api: Api) -> Iterator[Finding]:
+    """E112 missing, E113 doubled, E114 superfluous arguments of a call, and unknown ones."""
     known = list(function.parameters)
     starred = any(isinstance(a, ast.Starred) for a in node.args)
     spread = any(k.arg is None for k in node.keywords)
@@ -212,6 +208,8 @@ def _positions(node: ast.Call, function: Function) -> Iterator[Finding]:
     for keyword in node.keywords:
         if keyword.arg in given:
             yield at(keyword, "E113", function, keyword.arg)
+        elif keyword.arg is not None and keyword.arg not in known:
+            yield _unknown_argument(keyword, keyword.arg, function, api)
         given.add(keyword.arg or "")
     missing = [n for n, text in function.parameters.items() if text is None and n not in given]
     if missing and not starred and not spread:

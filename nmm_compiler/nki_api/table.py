@@ -77,11 +77,12 @@ ADDED = {
     "nki.collectives.all_to_all_v_trigger": "0.7",
 }
 
-METHODS_OF_0_5 = """slice select permute broadcast expand_dim squeeze_dim reshape_dim flatten_dims
-rearrange vector_select is_contiguous is_indirect indirect"""
-
 # Methods of tensors -> version that brought them (nothing: before 0.3).
-TENSOR_METHODS_ADDED = dict.fromkeys(METHODS_OF_0_5.split(), "0.5")
+TENSOR_METHODS_ADDED = dict.fromkeys(
+    ("slice", "select", "permute", "broadcast", "expand_dim", "squeeze_dim", "reshape_dim",
+     "flatten_dims", "rearrange", "vector_select", "is_contiguous", "is_indirect", "indirect"),
+    "0.5",
+)  # fmt: skip
 
 # name -> (first version without it, what to write instead); "0.2" is before all VERSIONS
 REMOVED = {
@@ -144,16 +145,6 @@ PARAMETER_REMOVED = {
     ("nki.jit", "platform_target"): "the variable NEURON_PLATFORM_TARGET_OVERRIDE",
 }
 JIT_IGNORED = ("mode",)
-
-# Parameters that take a member of an enumeration (a raw integer is refused since 0.3).
-ENUM_PARAMETERS = {
-    "engine": "nki.isa.engine",
-    "dge_mode": "nki.isa.dge_mode",
-    "oob_mode": "nki.isa.oob_mode",
-    "reduce_cmd": "nki.isa.reduce_cmd",
-    "perf_mode": "nki.isa.matmul_perf_mode",
-    "dma_engine": "nki.isa.dma_engine",
-}
 
 # Callable in AWS's simulator, documented as failing when compiled for a device.
 NOT_ON_DEVICE = {

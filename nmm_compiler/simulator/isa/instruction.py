@@ -51,8 +51,6 @@ from nmm_compiler.simulator.trace import Instruction
 
 Arguments = dict[str, Any]
 Steps = Iterator[Arguments]
-Outcome = tuple[str, Arguments, int]
-"""What a call came to: its engine, its attributes, and its kind as of `Instruction`."""
 P = ParamSpec("P")
 
 _NUMBERS = int, float, np.number, VirtualRegister
@@ -63,7 +61,7 @@ _KINDS = itertools.count(1)
 _KEPT = 100_000
 MEMBERS: dict[str, type[Enum]] = {kind.__name__: kind for kind in enums.Member.__subclasses__()}
 """The enumerations by their names, which parameters that take a member of one have, too."""
-_MEMBERS_OF: dict[str, type[Enum]] = {**MEMBERS, "perf_mode": enums.matmul_perf_mode}
+MEMBERS_OF: dict[str, type[Enum]] = {**MEMBERS, "perf_mode": enums.matmul_perf_mode}
 _TEXTS = (
     "engines", "streams", "same_dtype", "pair", "commands", "indirect", "indirect_engines", "lists",
 )  # fmt: skip
@@ -154,7 +152,7 @@ class Row:
         for name in _TEXTS:
             setattr(self, name, tuple(getattr(self, name).split()))
         self.registers = [p.name for p in parameters if p.annotation == "VirtualRegister"]
-        self.members = [(name, _MEMBERS_OF[name]) for name in self.defaults if name in _MEMBERS_OF]
+        self.members = [(name, MEMBERS_OF[name]) for name in self.defaults if name in MEMBERS_OF]
         read, written = (dict(_OPERAND.findall(side)) for side in self.operands.split("->"))
         sizes = {**read, **written, **dict.fromkeys(self.numbers, "P 1")}
         # (times, letter, plus) of each size
@@ -246,9 +244,18 @@ class Row:
         return tuple(key)
 
     def _run(
-        self, machine: Machine, arguments: Arguments, name: Any, key: Any, known: Outcome | None
+        self,
+        machine: Machine,
+        arguments: Arguments,
+        name: Any,
+        key: Any,
+        known: tuple[str, Arguments, int] | None,
     ) -> Instruction | None:
-        """Check a call as far as no earlier one answers for it, record it and compute."""
+        """Check a call as far as no earlier one answers for it, record it and compute.
+
+        known: what the earlier one came to: its engine, its attributes, and its kind as of
+            `Instruction`.
+        """
         call, warned = Issue(machine, self, arguments), machine.warned
         self._resolve(call)
         if known is None:
