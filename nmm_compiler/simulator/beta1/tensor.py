@@ -53,7 +53,6 @@ from nmm_compiler.simulator.tensors.elements import mark, poisoned_values
 from nmm_compiler.simulator.tensors.registers import Indirection, whole
 from nmm_compiler.simulator.tensors.tensor import NkiTensor, kind_of
 
-Outside = tuple[tuple[int, int, Affine], ...]
 Issue = Callable[[NkiTensor], Any]
 """Issues an instruction that writes this view."""
 
@@ -150,7 +149,7 @@ class Tensor:
     """
 
     held: Any
-    outside: Outside = ()
+    outside: tuple[tuple[int, int, Affine], ...] = ()
     part: Part = None
     par = 0  # block dimensions before the partition dimension
 
@@ -228,7 +227,7 @@ class Tensor:
         chosen = view.indirection
         if chosen is not None and chosen.kind == "vector":
             rows = slice(box[0].start, box[0].stop)
-            chosen = Indirection("vector", 0, chosen.index[rows], chosen.step)
+            chosen = Indirection("vector", chosen.index[rows], chosen.step)
         starts = (axis.start * step for axis, step in zip(box, view.strides, strict=True))
         dims = tuple(zip(map(len, box), view.strides, strict=True))
         return view.over(dims, view.offset + sum(starts), chosen)
@@ -485,14 +484,14 @@ def _chosen(tensor: Tensor, dim: int, tile: Tensor, before: Indirection | None) 
     )
     index, step = tile.tile(), tensor.tile().strides[dim]
     if one:
-        return Indirection("scalar", dim, index, step)
+        return Indirection("scalar", index, step)
     need(
         index.memory == "sbuf" and index.free_size == 1,
         f"run-time indices {tile!r}; they must be an SBUF tile of one index per partition "
         "(err_indirect_indices_free_dim)",
         UnsupportedInstructionError,
     )
-    return Indirection("vector", 0, index, step)
+    return Indirection("vector", index, step)
 
 
 # Results and their destinations

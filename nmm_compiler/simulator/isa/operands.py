@@ -211,7 +211,7 @@ def same_view(a: Any, b: Any) -> bool:
     places = [(v.storage, v.offset, v.geometry.dims, v.itemsize) for v in (a, b)]
     if places[0] != places[1] or i is None or j is None:
         return places[0] == places[1] and i is j
-    return (i.kind, i.dim, i.step) == (j.kind, j.dim, j.step) and same_view(i.index, j.index)
+    return (i.kind, i.step) == (j.kind, j.step) and same_view(i.index, j.index)
 
 
 def check_hazard(call: Issue, dst: NkiTensor, src: NkiTensor, streams: bool) -> None:

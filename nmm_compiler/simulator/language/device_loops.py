@@ -25,7 +25,6 @@ from nmm_compiler.simulator.tensors.registers import (
     VirtualRegister,
 )
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
-from nmm_compiler.simulator.trace import Instruction
 
 
 @dataclasses.dataclass
@@ -86,7 +85,7 @@ class _Loop:
         """Return what is equal for arguments that a traced body may pass in all of its turns."""
         kind = value.__class__
         if kind is NkiTensor:
-            base = value.offset - sum(step * number for _, step, number in value.moved)
+            base = value.offset * value.itemsize - sum(s * number for _, s, number in value.moved)
             moved = [(self._symbol(register), step) for register, step, _ in value.moved]
             return (
                 self._symbol(value.storage.identity), value.shape, value.strides, value.dtype, base,
@@ -97,11 +96,9 @@ class _Loop:
         if kind is VirtualRegister:
             return self._symbol(value.symbol)
         if kind is Indirection:
-            return value.kind, value.dim, self._same(value.index), value.step, value.column_count
+            return value.kind, self._same(value.index), value.step, value.columns
         if isinstance(value, np.ndarray):
             return value.shape, str(value.dtype), value.tobytes()
-        if isinstance(value, Instruction):
-            return value.op
         # equal numbers of two kinds are two immediates, and so are 0.0 and -0.0; NaN is one
         return repr(value) if isinstance(value, (int, float, np.generic)) else value
 
@@ -131,23 +128,21 @@ class _Loop:
         self.count += 1
 
 
-def dynamic_range(start: Any, stop: Any = None, step: int = 1) -> Iterator[VirtualRegister]:
-    """Yield frozen registers of a loop on the device."""
+def _turns(name: str, lower: Any, upper: Any, step: int, frozen: bool) -> Iterator[VirtualRegister]:
+    """Yield the register of each turn of a loop between bounds."""
     machine = current()
-    if stop is None:
-        start, stop = 0, start
-    loop = _Loop(machine, "nl.dynamic_range", start, stop, step=step)
-    for value in range(_bound(start), _bound(stop), step):
+    loop = _Loop(machine, name, lower, upper, step=step)
+    for value in range(_bound(lower), _bound(upper), step):
         with loop.turn():
             try:
-                yield VirtualRegister(value, frozen=True)
+                yield VirtualRegister(value, frozen)
             except GeneratorExit:  # Python drops what is raised while it closes a generator
                 machine.turn = loop.outer
                 if machine.options.strict and machine.failure is None:
                     machine.failure = machine.error(
                         SimulationError,
-                        "Python leaves nl.dynamic_range in the middle of a turn; a loop on the "
-                        "device runs to its bound, use nl.while_loop to end it by a register",
+                        f"Python leaves {name} in the middle of a turn; a loop on the device runs "
+                        "to its bound, use nl.while_loop to end it by a register",
                     )
                 raise
 
@@ -159,14 +154,17 @@ def _bound(value: Any) -> int:
     return given if given is not None and not value.known else value.read()
 
 
+def dynamic_range(start: Any, stop: Any = None, step: int = 1) -> Iterator[VirtualRegister]:
+    """Yield frozen registers of a loop on the device."""
+    lower, upper = (0, start) if stop is None else (start, stop)
+    return _turns("nl.dynamic_range", lower, upper, step, frozen=True)
+
+
 def fori_loop(lower: Any, upper: Any, body_fun: Callable[..., Any], step: int = 1) -> None:
     """Run body_fun(i) for i in lower..upper on the device."""
-    machine = current()
-    loop = _Loop(machine, "nl.fori_loop", lower, upper, step=step)
-    for value in range(_bound(lower), _bound(upper), step):
-        with loop.turn():
-            returned = body_fun(VirtualRegister(value))
-        machine.need(returned is None, "the body of nl.fori_loop returned a value; it must not")
+    for register in _turns("nl.fori_loop", lower, upper, step, frozen=False):
+        returned = body_fun(register)
+        current().need(returned is None, "the body of nl.fori_loop returned a value; it must not")
 
 
 def while_loop(init: Any, body_fun: Callable[..., Any]) -> None:

@@ -86,8 +86,8 @@ def _column_positions(view: NkiTensor, starts: np.ndarray) -> np.ndarray:
     offsets = np.zeros((view.shape[0], count), np.int64)
     for start in range(0, view.shape[0], 16):
         offsets[start : start + 16] = index[start : start + 16].T.reshape(-1)[:count]
-    inside = offsets.min() >= 0 and offsets.max() < chosen.column_count
-    leaves = f"tensor indirection: offset {offsets.max()} of {chosen.column_count} elements"
+    inside = offsets.min() >= 0 and offsets.max() < chosen.columns
+    leaves = f"tensor indirection: offset {offsets.max()} of {chosen.columns} elements"
     view.need(inside, leaves, OutOfBoundsError)
     return starts[:, None] + offsets * chosen.step
 

@@ -92,8 +92,8 @@ class Indirection:
 
     kind: "vector" (one index per row of dim 0), "scalar" (resolved already, and kept for the checks
         of views), or "columns" (tensor indirection of trn3).
+    step: elements from one index to the next. columns: that "columns" choose among.
     """
 
-    def __init__(self, kind: str, dim: int, index: Any, step: int = 0, count: int = 0) -> None:
-        self.kind, self.dim, self.index, self.step = kind, dim, index, step
-        self.column_count = count
+    def __init__(self, kind: str, index: Any, step: int, columns: int = 0) -> None:
+        self.kind, self.index, self.step, self.columns = kind, index, step, columns

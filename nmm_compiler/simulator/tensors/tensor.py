@@ -44,7 +44,7 @@ from nmm_compiler.simulator.tensors.registers import (
 from nmm_compiler.simulator.trace import Access
 
 Moved = tuple[tuple[Any, int, int], ...]
-"""The registers that slices start at: (symbol, step, value) of each part of an offset."""
+"""The registers that slices start at, of each part of an offset: (symbol, bytes a step, value)."""
 
 
 def kind_of(dtype: Any, default: DType | None = None) -> DType:
@@ -222,7 +222,7 @@ class NkiTensor(NKIObject):
         if value.__class__ is not VirtualRegister:
             return self._number(value)
         self._dimension(dim, "dynamic selection")
-        moved.append((value.symbol, self.strides[dim], value.read()))
+        moved.append((value.symbol, self.strides[dim] * self.itemsize, value.read()))
         return value.value
 
     def _number(self, value: Any) -> int:
@@ -262,7 +262,7 @@ class NkiTensor(NKIObject):
                 UnsupportedInstructionError,
             )
             dim = self._dimension(dim, "dynamic selection")
-            chosen = Indirection("scalar", dim, index, self.strides[dim])
+            chosen = Indirection("scalar", index, self.strides[dim])
             return self.over(self.geometry.dims[:dim] + self.geometry.dims[dim + 1 :], index=chosen)
         dim, number = self._dimension(dim), self._number(index)
         self.need(number >= 0, f"select({dim}, {index}); use 0 or more", OutOfBoundsError)
@@ -276,7 +276,7 @@ class NkiTensor(NKIObject):
             UnsupportedInstructionError,
         )
         rows = vector_offset.shape[0], self.strides[0]
-        chosen = Indirection("vector", 0, vector_offset, self.strides[0])
+        chosen = Indirection("vector", vector_offset, self.strides[0])
         return self.over((rows, *self.geometry.dims[1:]), index=chosen)
 
     def ap(
@@ -312,12 +312,12 @@ class NkiTensor(NKIObject):
                 f"indirect_dim={indirect_dim}; a vector_offset chooses along dimension 0 only",
                 UnsupportedInstructionError,
             )
-            index = Indirection("vector", 0, vector_offset, math.prod(self.shape[1:]))
+            index = Indirection("vector", vector_offset, math.prod(self.shape[1:]))
         elif scalar_offset is not None:
             dim = self._dimension(indirect_dim, "dynamic selection")
-            index = Indirection("scalar", dim, scalar_offset, self.strides[dim] * old // item)
+            index = Indirection("scalar", scalar_offset, self.strides[dim] * old // item)
         start = self.offset * old // item + (0 if offset is None else self._number(offset))
-        view = self.over(tuple(dims), start, index, self._moved_in(item), kind)
+        view = self.over(tuple(dims), start, index, dtype=kind)
         problem = "" if index is not None else view.leaves()
         return UnusableView(problem) if problem else view
 
@@ -336,11 +336,7 @@ class NkiTensor(NKIObject):
         )
         last = self.geometry.dims[-1] if old == new else (total // new, 1)
         dims = (*((n, s * old // new) for n, s in outer), last)
-        return self.over(dims, start // new, None, self._moved_in(new), kind)
-
-    def _moved_in(self, item: int) -> Moved:
-        """Return `moved` in steps of elements of `item` bytes."""
-        return tuple((s, step * self.itemsize // item, v) for s, step, v in self.moved)
+        return self.over(dims, start // new, dtype=kind)
 
     reinterpret_cast = view
 
@@ -348,7 +344,7 @@ class NkiTensor(NKIObject):
         """Return columns chosen at run time (tensor indirection, trn3 and later)."""
         current().require("tensor indirection (.indirect)")
         count = index.size if num_elem is None else num_elem
-        chosen = Indirection("columns", 1, index, self.strides[-1], self.free_size)
+        chosen = Indirection("columns", index, self.strides[-1], self.free_size)
         return self.over((self.geometry.dims[0], (count, 1)), index=chosen)
 
     # Whole dimensions: only shapes and strides change; what strides cannot express is refused
