@@ -129,12 +129,9 @@ def _exchange(
             mark(dst, True, mask != 0, next(filter(None, origins)))
 
 
-Sent = tuple[np.ndarray, np.ndarray, str]
-"""Values, the mask of unwritten elements among them, and where those were read first."""
-
-
-def _sent(machine: Machine, src: NkiTensor) -> Sent:
-    """Return what a rank sends of a source."""
+def _sent(machine: Machine, src: NkiTensor) -> tuple[np.ndarray, np.ndarray, str]:
+    """Return what a rank sends of a source: values, the mask of unwritten elements among them, and
+    where those were read first."""
     values = src.load().copy()
     noted, machine.poisoned = machine.poisoned, []
     mask, origin = noted[0][1:] if noted else (np.zeros(values.shape, np.bool_), "")

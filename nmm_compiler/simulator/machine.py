@@ -64,10 +64,8 @@ def kernel_frame() -> tuple[str, int]:
     if CURRENT.place is not None:
         return CURRENT.place
     frame: Any = sys._getframe(2)  # who calls this is the simulator
-    while frame is not None and is_own(frame.f_code.co_filename):
+    while is_own(frame.f_code.co_filename):
         frame = frame.f_back
-    if frame is None:
-        return "", 0
     return frame.f_code.co_filename, frame.f_lineno
 
 

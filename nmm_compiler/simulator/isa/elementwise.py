@@ -267,15 +267,13 @@ def tensor_copy_predicated(
 
 _IDLE = reduce_cmd.idle
 _COMMANDS = "idle reset reduce reset_reduce"
-_BIASES = (FLOATS | INTEGERS | {"bool"}) - {"tfloat32"}
 _EXP_RESULTS = VECTOR_FLOATS | {"int8", "int16", "int32", "uint8", "uint16"}
-_EXP_INPUTS = (_EXP_RESULTS | {"uint32"}) - {"tfloat32"}
 
 
 @instruction(
     engines="scalar",
     operands="data[P F] -> dst[P F], reduce_res[P 1]",
-    numbers={"bias": _BIASES, "scale": FLOAT32},
+    numbers={"bias": (FLOATS | INTEGERS | {"bool"}) - {"tfloat32"}, "scale": FLOAT32},
     streams="data",
     operators={"op": ACTIVATION, "reduce_op": Takes("reduce", ("add",), "add")},
     commands=_COMMANDS,
@@ -398,7 +396,11 @@ def activate2(
     operands="src[P F] -> dst[P F], reduce_res[P 1]",
     numbers={"max_value": FLOAT32, "reduce_init": FLOAT32},
     streams="src",
-    dtypes={"dst": _EXP_RESULTS, "src": _EXP_INPUTS, "reduce_res": VECTOR_FLOATS},
+    dtypes={
+        "dst": _EXP_RESULTS,
+        "src": (_EXP_RESULTS | {"uint32"}) - {"tfloat32"},
+        "reduce_res": VECTOR_FLOATS,
+    },
     ranks={"dst": 4, "src": 4},
     commands="idle reset_reduce reduce load_reduce",
     first_value="reduce_init",

@@ -21,10 +21,7 @@ from nmm_compiler.simulator.tensors.dtypes import FLOAT32, FLOATS, INTEGERS
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
 _BOUNDS = Takes("", ("equal", "less", "less_equal", "greater", "greater_equal"))
-_COMPARISON = Takes("", (*_BOUNDS.names, "not_equal"), "equal")
 _MAXIMUM = Takes("reduce", ("maximum", "max"), "maximum")
-_PREDICATES = frozenset({"int8", "uint8", "int16", "uint16", "bool"})
-_SELECTED = (FLOATS | INTEGERS | {"bool"}) - {"tfloat32", "int32", "uint32"}
 FP32_MIN = float(np.finfo(np.float32).min)
 
 
@@ -78,7 +75,7 @@ def iota(
     operands="on_true_tile[P F] -> dst[P F]",
     memory=SBUF,
     streams="on_true_tile",
-    operators={"cmp_op": _COMPARISON},
+    operators={"cmp_op": Takes("", (*_BOUNDS.names, "not_equal"), "equal")},
     integers={"offset": INT32, "channel_multiplier": INT32},
     cycles=cycles.linear(fixed="gpsimd_fixed_cycles"),
 )
@@ -153,7 +150,11 @@ def range_select(
     operands="predicate[P F], on_true[P F] -> dst[P F], reduce_res[P 1]",
     numbers={"on_false": ANY_DTYPE},
     streams="on_true predicate",
-    dtypes={"on_true": _SELECTED, "predicate": _PREDICATES, "reduce_res": FLOATS},
+    dtypes={
+        "on_true": (FLOATS | INTEGERS | {"bool"}) - {"tfloat32", "int32", "uint32"},
+        "predicate": frozenset({"int8", "uint8", "int16", "uint16", "bool"}),
+        "reduce_res": FLOATS,
+    },
     pair="on_true predicate",
     operators={"reduce_op": _MAXIMUM},
     commands="reset_reduce reduce idle",

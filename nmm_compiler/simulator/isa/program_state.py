@@ -27,8 +27,6 @@ from nmm_compiler.simulator.tensors.registers import VirtualRegister
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 from nmm_compiler.targets import get
 
-_UNIFORM = VECTOR_FLOATS | INTEGERS - {"int64", "uint64"}
-
 
 @instruction(
     engines="vector gpsimd",
@@ -100,7 +98,7 @@ def rand_get_state(call: Issue, dst: Any, engine: Any = engine.gpsimd) -> Steps:
     engines="vector",
     operands="-> dst[P F]",
     numbers={"min": FLOAT32, "max": FLOAT32},
-    dtypes={"dst": _UNIFORM},
+    dtypes={"dst": VECTOR_FLOATS | INTEGERS - {"int64", "uint64"}},
 )
 def rand2(call: Issue, dst: Any, min: Any, max: Any) -> Steps:
     """dst = uniform random numbers in [min, max] on VectorE of trn3."""

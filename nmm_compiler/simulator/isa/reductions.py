@@ -28,7 +28,6 @@ from nmm_compiler.simulator.isa.values import (
 from nmm_compiler.simulator.tensors.dtypes import FLOAT8, FLOAT32
 
 INDICES = frozenset({"uint16", "uint32"})
-_ACROSS_PARTITIONS = ("add", "average", "maximum", "max", "bitwise_or", "bitwise_and")
 _EIGHT_OF = range(8, 16385)
 _CUMULATIVE = frozenset(
     {"bfloat16", "float16", "float32", *FLOAT8, "uint8", "uint16", "int8", "int16"}
@@ -99,7 +98,9 @@ def tensor_reduce(
     engines="gpsimd",
     operands="data[P F] -> dst[1 F]",
     memory=SBUF,
-    operators={"op": Takes("reduce", _ACROSS_PARTITIONS)},
+    operators={
+        "op": Takes("reduce", ("add", "average", "maximum", "max", "bitwise_or", "bitwise_and"))
+    },
     flows={"dst": poison.to_columns},
     # GpSimd walks its 16 partitions one after another, then combines 8 cores
     cycles=cycles.linear(16.0, fixed="gpsimd_fixed_cycles"),

@@ -22,10 +22,8 @@ from nmm_compiler.simulator.loading import nki_object, standins
 from nmm_compiler.simulator.loading.source_text import read_source, run_source
 
 _LIBRARIES = frozenset({"nkilib", "nkilib_src", "nki_samples"})
-_STDLIB = sys.stdlib_module_names
 BETA_1 = "__nki_beta_1__"
 """Name in the globals of a file that imports `neuronxcc.nki`: its dialect is Beta 1."""
-_ANNOTATIONS = ("neuronxcc.nki.typing",)
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
@@ -133,14 +131,14 @@ class PrivateModules:
         elif name in self.changed:
             return self.changed[name]
         elif beta1.stands_in(name):
-            if globals is not None and name not in _ANNOTATIONS:
+            if globals is not None and name != "neuronxcc.nki.typing":  # of annotations
                 globals[BETA_1] = True
             return beta1.import_module(name, fromlist)
         top = name.partition(".")[0]
         if top == "nki" and not level:
             found = standins.find(name)
             return found if fromlist else standins.find(top)
-        elsewhere = not level and (top in _STDLIB or top == "nmm_compiler")
+        elsewhere = not level and (top in sys.stdlib_module_names or top == "nmm_compiler")
         module = None if elsewhere else self.load(name)
         if module is None:
             if level:

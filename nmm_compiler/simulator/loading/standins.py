@@ -118,7 +118,6 @@ class mutable_tensor(tensor):  # noqa: N801
 
 
 TYPING = {"tensor": tensor, "mutable_tensor": mutable_tensor, "mutable": mutable_tensor}
-_LOOPS = ("fori_loop", "while_loop")
 MODULES = modules_of(
     {
         "nki": {"jit": jit, "simulate": simulate_kernel, "Kernel": JitKernel},
@@ -127,7 +126,7 @@ MODULES = modules_of(
         "nki.isa.constants": isa.CONSTANTS,
         "nki.typing": TYPING,
         "nki.collectives": COLLECTIVES,
-        "nki.experimental": {name: LANGUAGE[name] for name in _LOOPS},
+        "nki.experimental": {name: LANGUAGE[name] for name in ("fori_loop", "while_loop")},
         "nki.dtype": {k: v for k, v in LANGUAGE.items() if isinstance(v, DType)},
     }
 )

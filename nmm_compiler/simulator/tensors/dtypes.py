@@ -45,11 +45,6 @@ class DType(str):
             self.low, self.high = int(info.min), int(info.max)
         return self
 
-    __hash__ = str.__hash__
-
-    def __reduce__(self) -> Any:
-        return (DType, (str(self),))
-
 
 _STORED: dict[str, dict[str, Any]] = {
     "float": {

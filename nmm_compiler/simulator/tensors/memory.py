@@ -21,7 +21,6 @@ from nmm_compiler.simulator.machine import Machine, kernel_frame
 from nmm_compiler.simulator.tensors.dtypes import DType
 from nmm_compiler.simulator.trace import Access, Allocation
 
-_SHARED = "shared_hbm"
 _SHOWN = 12  # live tensors that a message names
 
 
@@ -56,7 +55,7 @@ class Storage:
         self.dtype = dtype
         self.address = address
         self.constant = self.is_input = False
-        self.shared = machine.data and machine.grid > 1 and getattr(region, "name", "") == _SHARED
+        self.shared = machine.data and machine.grid > 1 and region.name == "shared_hbm"
         self.unwritten: np.ndarray | None = None
         row = math.prod(shape if memory == "hbm" else shape[1:]) * dtype.item_bytes
         self.bytes_per_partition = row

@@ -53,8 +53,6 @@ from nmm_compiler.simulator.timing.timeline import (
 from nmm_compiler.simulator.trace import Access, Instruction, Trace
 from nmm_compiler.targets import Target
 
-_MADE_BY = ("result",) * DMA + ("load",)
-
 
 def time_trace(trace: Trace, target: Target, *, reorder: bool = True) -> Timeline:
     """Return when each instruction of `trace` runs on `target`.
@@ -367,7 +365,7 @@ class Scheduler:
                     for ended, other, cause in uses:
                         when = ended + wake[other]
                         if when > ready and other != ordered:
-                            why = "reuse" if writing else _MADE_BY[other]
+                            why = "reuse" if writing else "load" if other == DMA else "result"
                             ready, waited = when, (why, cause, ended)
         return ready, waited, touched
 
@@ -479,22 +477,18 @@ class TensorClock:
         return begin, free, free + (work.latency - work.interval)
 
 
-_OUT_OF_A_LOOP = (
-    "which is inside a loop on the device that it is not in; wait for an instruction of its own "
-    "loop, or outside of it"
-)
-_CYCLE = "which waits for it in turn, so that neither ever runs; remove one of the two"
-
-
 def check_dependencies(trace: Trace) -> None:
     """Refuse a `depends_on` whose semaphore fires once a turn for one wait, or never."""
     for place, consumer in enumerate(trace.instructions):
         for producer in consumer.after:
             source = producer.index
             if any(a <= source < b and not a <= place < b for a, b, *_ in trace.turns):
-                why = _OUT_OF_A_LOOP
+                why = (
+                    "which is inside a loop on the device that it is not in; wait for an "
+                    "instruction of its own loop, or outside of it"
+                )
             elif source >= place and _waits_for(trace.instructions, producer, consumer):
-                why = _CYCLE
+                why = "which waits for it in turn, so that neither ever runs; remove one of the two"
             else:
                 continue
             raise HazardError(
