@@ -16,11 +16,12 @@ import functools
 import importlib.util
 import inspect
 import itertools
-import math
 from collections.abc import Callable
 from operator import getitem
 from types import SimpleNamespace
 from typing import Any, NoReturn
+
+import numpy as np
 
 from nmm_compiler.errors import KernelArgumentError, SimulationError, UnsupportedInstructionError
 from nmm_compiler.simulator.arguments import each
@@ -218,10 +219,7 @@ class Placeholder:
 def _tile_number(index: tuple[int, ...], tiles: Any) -> int:
     """Return the physical tile of a block: modulo the number of tiles in each dimension."""
     counts = tuple(tiles) or (1,) * len(index)
-    return sum(
-        (i % n) * math.prod(counts[d + 1 :])
-        for d, (i, n) in enumerate(zip(index, counts, strict=True))
-    )
+    return int(np.ravel_multi_index(index, counts, mode="wrap"))
 
 
 def _modulo(

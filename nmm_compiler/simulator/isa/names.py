@@ -17,12 +17,11 @@ from nmm_compiler.simulator.isa.instruction import MEMBERS, Row
 from nmm_compiler.simulator.tensors.registers import VirtualRegister
 from nmm_compiler.simulator.trace import Instruction
 
-FAMILIES = (
-    dma, elementwise, gather, program_state, reductions, tensor_engine,
-)  # fmt: skip
-"""The files of instructions."""
 INSTRUCTIONS: dict[str, Any] = {
-    name: row for family in FAMILIES for name, row in vars(family).items() if isinstance(row, Row)
+    name: row
+    for family in (dma, elementwise, gather, program_state, reductions, tensor_engine)
+    for name, row in vars(family).items()
+    if isinstance(row, Row)
 }
 
 CONSTANTS: dict[str, Any] = {**MEMBERS, "nc_version": enums.nc_version}

@@ -114,8 +114,7 @@ def ndarray(
     """Allocate a tensor; its contents are undefined until written."""
     machine = current()
     kind = dtype if dtype.__class__ is DType else kind_of(dtype)
-    if buffer is None:
-        buffer = sbuf
+    buffer = sbuf if buffer is None else buffer
     if buffer.__class__ is not MemoryRegion:
         raise machine.error(
             KernelArgumentError,
@@ -123,19 +122,10 @@ def ndarray(
         )
     # no dictionary: hashing a member of an Enum runs Python code
     memory = "sbuf" if buffer is sbuf else "psum" if buffer is psum else "hbm"
-    if shape.__class__ is not tuple:
-        shape = tuple(shape) if not isinstance(shape, int) else (shape,)
-    for size in shape:
-        if size.__class__ is not int or size < 1:
-            shape = sizes_of(name, shape)
-            break
-    if memory != "hbm":
-        if len(shape) == 1:
-            shape = (*shape, 1)
-        if address is not None:
-            address = tuple(int(a) for a in address)
-    elif not shape:
-        shape = (1,)
+    if shape.__class__ is not tuple or {*map(type, shape)} - {int} or min(shape, default=1) < 1:
+        shape = sizes_of(name, shape)
+    shape += (1,) * (1 + (memory != "hbm") - len(shape))
+    address = None if address is None else tuple(map(int, address))
     place = kernel_frame()
     if not name:
         if place not in machine.names:
@@ -161,18 +151,19 @@ def assigned_name(file: str, line: int) -> str:
     return found[1] if found else ""
 
 
-def sizes_of(name: str, shape: tuple[Any, ...]) -> tuple[int, ...]:
-    """Return the sizes of a shape as integers of at least 1."""
-    machine, sizes = current(), [0 if size is None else size for size in map(whole, shape)]
-    for value in shape:
+def sizes_of(name: str, shape: Any) -> tuple[int, ...]:
+    """Return the sizes of a shape, or of its only dimension, as integers of at least 1."""
+    given = tuple(shape) if np.iterable(shape) else (shape,)
+    machine, sizes = current(), [0 if size is None else size for size in map(whole, given)]
+    for value in given:
         machine.need(
             whole(value) is not None,
             f"size {value!r} ({type(value).__name__}) in a shape; use an int",
             OperandError,
         )
     machine.need(
-        min(sizes) > 0,
-        f"tensor {name!r} of shape {shape}; every size must be at least 1",
+        min(sizes, default=1) > 0,
+        f"tensor {name!r} of shape {given}; every size must be at least 1",
         OperandError,
     )
     return tuple(sizes)

@@ -476,11 +476,8 @@ def rand(shape: Any, dtype: Any, buffer: Any = sbuf, name: str = "") -> NkiTenso
 @exported
 def random_seed(seed: Any) -> None:
     """Seed the generator: a [1, 1] tensor or an integer."""
-    if not isinstance(seed, NkiTensor):
-        tile = ndarray((1, 1), int32, sbuf, "")
-        elementwise.memset(tile, int(seed))
-        seed = tile
-    program_state.set_rng_seed(seed)
+    given = seed if isinstance(seed, NkiTensor) else full((1, 1), seed, int32)
+    program_state.set_rng_seed(given)
 
 
 @exported

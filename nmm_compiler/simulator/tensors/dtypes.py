@@ -79,13 +79,13 @@ VECTOR_FLOATS = FLOATS - {"float8_e4m3fn", "float8_e8m0fnu"}
 """Those that VectorE's own exponentials and random numbers have."""
 FLOAT32 = frozenset({"float32"})
 FLOAT8 = frozenset({"float8_e4m3", "float8_e4m3fn", "float8_e5m2"})
-_FROM_NUMPY = {
-    d.numpy: d for d in ALL.values() if d.kind != "packed" and d not in ("tfloat32", "bool")
-}
-_FROM_NUMPY[np.dtype(np.bool_)] = bool_
 PACKED_NUMPY = {str(d): np.dtype([(str(d), d.numpy)]) for d in ALL.values() if d.kind == "packed"}
 """NumPy dtypes of arrays of x4-packed elements: one field with the NKI dtype's name."""
-_FROM_NUMPY.update({PACKED_NUMPY[d]: d for d in ALL.values() if d.kind == "packed"})
+_FROM_NUMPY = {
+    **{d.numpy: d for d in ALL.values() if d.kind in ("int", "float") and d != "tfloat32"},
+    **{array: ALL[name] for name, array in PACKED_NUMPY.items()},
+    np.dtype(np.bool_): bool_,
+}
 
 
 def find(name: Any) -> DType | None:
@@ -122,8 +122,7 @@ def cast(values: np.ndarray, dtype: DType) -> np.ndarray:
         if values.dtype != np.float32 and dtype.item_bytes < 4:
             values = values.astype(np.float32)
         return values.astype(storage)
-    if values.dtype.kind in "iu":
-        return np.clip(values, dtype.low, dtype.high).astype(storage)
-    wide = np.rint(values.astype(np.float64))
-    wide = np.where(np.isnan(wide), 0.0, wide)
-    return np.clip(wide, dtype.low, dtype.high).astype(storage)
+    if values.dtype.kind not in "iu":
+        values = np.rint(values.astype(np.float64))
+        values = np.where(np.isnan(values), 0.0, values)
+    return np.clip(values, dtype.low, dtype.high).astype(storage)
