@@ -14,6 +14,7 @@ import inspect
 
 from nmm_compiler.errors import UnknownNameError
 from nmm_compiler.nki_api import table
+from nmm_compiler.nki_api.table import API_VERSION as API_VERSION, VERSIONS as VERSIONS
 from nmm_compiler.simulator.collectives import NAMES as COLLECTIVES
 from nmm_compiler.simulator.isa.instruction import Row
 from nmm_compiler.simulator.isa.names import CONSTANTS as ENUMS, NAMES as ISA
@@ -21,8 +22,6 @@ from nmm_compiler.simulator.language.base import TILE_SIZES, MemoryRegion
 from nmm_compiler.simulator.language.functions import NAMES as LANGUAGE
 from nmm_compiler.simulator.signatures import Api, Function, described, entries
 
-API_VERSION = table.API_VERSION
-VERSIONS = table.VERSIONS
 MODULES = ("nki", "nki.isa", "nki.language", "nki.collectives")
 
 

@@ -32,7 +32,6 @@ class Programs:
     """The baton and the tensors that programs share."""
 
     def __init__(self, count: int) -> None:
-        self.count = count
         self.turns = [threading.Semaphore(0) for _ in range(count)]
         self.waiting = collections.deque(self.turns)
         self.events = 0
@@ -143,7 +142,7 @@ class Programs:
 
         threads = [
             threading.Thread(target=body_of, args=(p,), name=f"nki-program-{p}", daemon=True)
-            for p in range(self.count)
+            for p in range(len(bodies))
         ]
         for thread in threads:
             thread.start()

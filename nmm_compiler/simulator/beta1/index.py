@@ -32,7 +32,6 @@ Part = Box | None
 _OPERATORS = {"add": "+", "subtract": "-", "negative": "-", "multiply": "*", "floor_divide": "//",
               "remainder": "%"}  # fmt: skip
 _COMPARISONS = ("less", "less_equal", "greater", "greater_equal", "equal", "not_equal")
-_AND = ("bitwise_and", "logical_and")
 
 
 def fail(kind: type[SimulationError], message: str) -> NmmError:
@@ -92,7 +91,7 @@ class _Lazy(np.ndarray):
         masks = [v for v in inputs if isinstance(v, Mask)]
         if masks or name in _COMPARISONS:
             need(
-                not masks or name in _AND,
+                not masks or name in ("bitwise_and", "logical_and"),
                 f"np.{name} of masks; use `&`, or two instructions with a mask each",
                 Unsupported,
             )

@@ -430,19 +430,19 @@ def _operator(tile: Tensor, name: str, swapped: bool, *others: Any) -> Any:
     return NAMES[name](*((*others, tile) if swapped else (tile, *others)))
 
 
-_COMPARISONS = {"lt": "less", "le": "less_equal", "gt": "greater", "ge": "greater_equal",
-                "eq": "equal", "ne": "not_equal"}  # fmt: skip
 _ARITHMETIC = {
     "add": "add", "sub": "subtract", "mul": "multiply", "truediv": "divide", "pow": "power",
     "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "lshift": "left_shift",
     "rshift": "right_shift", "mod": "mod",
 }  # fmt: skip
-_ALONE = {"neg": "negative", "abs": "abs"}
 _METHODS: dict[str, Any] = {
     "astype": lambda tile, dtype: _copy("astype", tile, dtype),
     "__invert__": lambda tile: NAMES["logical_not" if tile.kind == "bool" else "invert"](tile),
 }
-for _python, _name in (_COMPARISONS | _ARITHMETIC | _ALONE).items():
+for _python, _name in {
+    "lt": "less", "le": "less_equal", "gt": "greater", "ge": "greater_equal", "eq": "equal",
+    "ne": "not_equal", "neg": "negative", "abs": "abs", **_ARITHMETIC,
+}.items():  # fmt: skip
     _METHODS[f"__{_python}__"] = functools.partialmethod(_operator, _name, False)
 for _python, _name in _ARITHMETIC.items():
     _METHODS[f"__r{_python}__"] = functools.partialmethod(_operator, _name, True)
