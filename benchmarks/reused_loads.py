@@ -78,7 +78,7 @@ def _reused_loads(trace: Trace, target: Target) -> dict[int, int]:
 
     A dead fill is mapped to itself. Nothing is dropped in a kernel with loops on the device.
     """
-    if trace.loop_edges:
+    if trace.turns:
         return {}
     tiles = _tiles(trace)
     dropped: dict[int, int] = {}

@@ -121,7 +121,8 @@ class Trace:
     ordered: (first, stop) instruction ranges that keep program order (nl.no_reorder).
     turns: (first, stop, made, repeats) of each turn of a loop on the device: its instructions, the
         identities of the tensors that it makes, which end with it, and whether it repeats the first
-        turn: the program that the compiler makes holds its instructions once.
+        turn: the program that the compiler makes holds its instructions once. No instruction is
+        moved across either edge.
     awaited: storages of right operands of Beta 1's nl.matmul, where that transposes the left one.
     """
 
@@ -130,7 +131,6 @@ class Trace:
     sbuf_peak_bytes: int = 0
     psum_peak_banks: int = 0
     ordered: list[tuple[int, int]] = field(default_factory=list)
-    loop_edges: list[int] = field(default_factory=list)
     turns: list[tuple[int, int, range, bool]] = field(default_factory=list)
     awaited: set[int] = field(default_factory=set)
 

@@ -143,9 +143,12 @@ def test_totals_add_up(trace, target):
 def test_nothing_crosses_the_edge_of_a_turn(trace, target, data):
     """All that comes before an edge has ended when the first instruction behind it starts."""
     count = len(trace.instructions)
-    trace.loop_edges = sorted(data.draw(st.sets(st.integers(0, count), max_size=4)))
+    trace.turns = [
+        (edge, edge, range(0), False)
+        for edge in sorted(data.draw(st.sets(st.integers(0, count), max_size=4)))
+    ]
     timeline = time_trace(trace, target)
-    for edge in trace.loop_edges:
+    for edge, *_ in trace.turns:
         ended = max(timeline.end[:edge], default=0.0)
         for index in range(edge, count):
             assert starts(timeline)[index] >= ended - TINY

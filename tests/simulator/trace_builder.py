@@ -119,7 +119,7 @@ class Scene:
             place = tuple(map(int, words[1].split(",")))
             trace.allocations[self.tensors[words[0]].storage].address = place
         elif kind == "edge":
-            trace.loop_edges.append(len(trace.instructions))
+            trace.turns.append((*[len(trace.instructions)] * 2, range(0), False))
         elif kind == "banks":
             trace.psum_peak_banks = int(words[0])
         elif kind == "in":

@@ -113,7 +113,6 @@ class _Loop:
             "cleared? Otherwise raise max_instructions",
         )
         trace, first, made = machine.trace, len(machine.instructions), machine.storages
-        trace.loop_edges.append(first)
         machine.turn, self.place = self, 0
         outer: ChainMap[int, tuple[int]] = ChainMap() if self.outer is None else self.outer.numbers
         self.numbers = outer.new_child()
@@ -122,7 +121,6 @@ class _Loop:
         self.body.known = True
         machine.turn = self.outer
         stop = len(machine.instructions)
-        trace.loop_edges.append(stop)
         if stop > first:
             trace.turns.append((first, stop, range(made, machine.storages), self.count > 0))
         self.count += 1

@@ -101,7 +101,7 @@ def _experiments(timeline: Timeline) -> tuple[tuple[Any, ...], ...]:
         if runs[i.index] < WIDE_ROW_BYTES // 2 and not i.attributes.get("transpose")
     ]  # fmt: skip
     sizes = sorted({runs[i.index] for i in short})
-    edges = [trace.instructions[at] for at in trace.loop_edges if at < len(trace.instructions)]
+    turns = [trace.instructions[first] for first, *_ in trace.turns]
     in_fp32 = [
         i for i in trace.instructions
         if i.engine == "tensor" and any(a.dtype == "float32" for a in i.reads)
@@ -132,8 +132,8 @@ def _experiments(timeline: Timeline) -> tuple[tuple[Any, ...], ...]:
          short, True, trace, _FREE_ISSUE | _FREE_ROWS),
         (path & {"issue", "queue"}, f"issuing {len(moving)} DMAs", "fewer, larger ones",
          moving, True, trace, _FREE_ISSUE),
-        (edges, "turns of a loop on the device wait for each other",
-         "a loop with more work in each turn", edges, True, change(trace, loop_edges=[]), {}),
+        (turns, "turns of a loop on the device wait for each other",
+         "a loop with more work in each turn", turns, True, change(trace, turns=[]), {}),
         ("memory" in path, "tiles wait for room in SBUF or PSUM", "half as large tiles",
          (), True, trace,
          {"sbuf_bytes_per_partition": 2 * target.sbuf_bytes_per_partition,

@@ -108,7 +108,7 @@ def unmodelled(timeline: Timeline) -> tuple[str, ...]:
          f"mixed DMA generators: {', '.join(queues)} are taken to issue independently"),
         (unset,
          f"unknown engine: {unset} instructions are placed on {chosen}, where it can"),
-        (trace.loop_edges,
+        (trace.turns,
          "loops on the device: jumping back and fetching instructions are free"),
         (limited and products,
          f"TensorE's power limit: {products} float32 products keep TensorE busy for half of the "

@@ -162,7 +162,8 @@ class Scheduler:
 
     def run(self) -> Iterator[float]:
         """Walk the trace; yield when this program arrives at a barrier, with `floor` to be set."""
-        target, kinds, edges = self.target, self.line.kinds, set(self.trace.loop_edges)
+        target, kinds = self.target, self.line.kinds
+        edges = {edge for first, stop, *_ in self.trace.turns for edge in (first, stop)}
         for index, instruction in enumerate(self.trace.instructions):
             if index in edges:
                 self._meet(index, "loop")
