@@ -12,11 +12,9 @@ from __future__ import annotations
 import concurrent.futures
 import copy
 import functools
-import itertools
 import math
 import multiprocessing
 import random
-import re
 import time
 import warnings
 from typing import Annotated, Any
@@ -76,12 +74,13 @@ def demo(
         before = _perplexity(model, judged)
 
         step("predicting the model in each form of its weights")
-        planned, priced = plan.result()
+        planned = plan.result()
         chosen = forms[form or planned.best_form(target) or dense]
         taken = next((p for p in planned.predictions if p.form == chosen.name), None)
         if taken is None:
             raise ModelError(next(one.reason for one in planned.refused))
-        proving = beside.submit(proofs_of, _kernels_of(taken, priced), target)
+        kernels = dict.fromkeys(line.spec for line in taken.lines if line.spec is not None)
+        proving = beside.submit(proofs_of, list(kernels), target)
 
         step(f"making the weights {chosen.name}")
         done = "all weights stay as they are"
@@ -139,24 +138,14 @@ def demo(
     return values.Answer(figures, parts, passed=passed)
 
 
-def _kernels_of(prediction: Any, priced: list[Any]) -> list[Any]:
-    """Return those of the priced kernels that the times of a prediction are made of."""
-    rows = (re.split(r" \+ |; ", line.what) for line in prediction.lines)
-    chosen = set(itertools.chain.from_iterable(rows))
-    return [spec for spec in priced if spec.short() in chosen]
-
-
-def predicted_forms(name: str, forms: tuple[str, ...], target: str) -> tuple[Any, list[Any]]:
-    """Return the plan of a model in forms that its weights can take, and the kernels it priced."""
+def predicted_forms(name: str, forms: tuple[str, ...], target: str) -> Any:
+    """Return the plan of a model in forms that its weights can take."""
     from nmm_compiler.prediction.plan import plan
-    from nmm_compiler.prices.kernel import noted_kernels
 
-    with noted_kernels() as noted:
-        planned = plan(
-            name, targets=[target], forms=forms, prompts=[_LENGTH], contexts=[2 * _LENGTH],
-            change=False, jobs=1,
-        )  # fmt: skip
-    return planned, list(dict.fromkeys(spec for spec, _ in noted))
+    return plan(
+        name, targets=[target], forms=forms, prompts=[_LENGTH], contexts=[2 * _LENGTH],
+        change=False, jobs=1,
+    )  # fmt: skip
 
 
 def proofs_of(specs: list[Any], target: str) -> list[Any]:

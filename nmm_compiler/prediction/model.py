@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from nmm_compiler.prices.ways import ERRORS
 from nmm_compiler.records import Record
@@ -55,7 +55,8 @@ class PhaseLine(Record):
     """The predicted time of one kind of work in equal modules: calls, and microseconds of each.
 
     source: one of SOURCES. bytes_us: what the bytes that a kernel must move take at the full HBM
-    rate; floor_us: these, or its products at the peak rate, the larger. A call is one launch.
+    rate; floor_us: these, or its products at the peak rate, the larger. spec: of a line's kernel,
+    None for other work and in a record that was read from JSON. A call is one launch.
     """
 
     module: str = ""
@@ -66,6 +67,7 @@ class PhaseLine(Record):
     what: str = ""
     bytes_us: float = 0.0
     floor_us: float = 0.0
+    spec: Any = field(default=None, repr=False, compare=False)
 
     derived: ClassVar[tuple[str, ...]] = ("error_band",)
 

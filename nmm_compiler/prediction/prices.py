@@ -151,7 +151,7 @@ def kernel_price(spec: KernelSpec, machine: Cores) -> PhaseLine:
     elif machine.lnc > 1 and replace(stored, lnc=machine.lnc).splits():
         how += f" on {machine.lnc} cores"
     return PhaseLine(
-        each_us=us, source=source, what=how, bytes_us=bytes_us, floor_us=min(floor, us)
+        each_us=us, source=source, what=how, bytes_us=bytes_us, floor_us=min(floor, us), spec=stored
     )
 
 
