@@ -27,21 +27,11 @@ class Info:
     entry: Entry | None = None
 
 
-@dataclass(frozen=True)
-class Explanation:
-    """Why a key hits or misses, said in one line.
+def explain(key: Key, infos: Iterable[Info]) -> tuple[str, Key]:
+    """Return why a key hits or misses, in one line, and the nearest other key, itself if none.
 
-    state: of its own entry, "ok" for a hit, "" when there is none. changes: the fields in which the
-    nearest key, that of the fewest, differs, with both values.
+    The nearest is that of the fewest changes; of equally near ones, the one that was used last.
     """
-
-    said: str
-    state: str
-    changes: tuple[tuple[str, str, str], ...]
-
-
-def explain(key: Key, infos: Iterable[Info]) -> Explanation:
-    """Compare a key with entries; of equally near ones, the one that was used last counts."""
     used: dict[Key, float] = {}
     state = ""
     for info in infos:
@@ -54,7 +44,7 @@ def explain(key: Key, infos: Iterable[Info]) -> Explanation:
     said = f"miss among {counted(len(used), 'entry', 'entries')}, because of: {names}"
     if state:
         said = "hit" if state == "ok" else f"miss, because its entry is {state}"
-    return Explanation(said, state, key.changes(nearest))
+    return said, nearest
 
 
 def compare(entry: Entry, rebuilt: Mapping[str, str] | None) -> str:

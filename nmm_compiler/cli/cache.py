@@ -54,8 +54,8 @@ def list_(
     Example: nmm cache list 3fa9c1
     """
     store = open_store("ro")
+    infos = list(store.entries())
     if entry is None:
-        infos = list(store.entries())
         each = [
             _plain(info.digest, info.entry)
             | {"state": info.state, "size_bytes": info.size_bytes, "used": info.used}
@@ -67,12 +67,13 @@ def list_(
         wanted = Key.make(named.get("key", named))
     else:
         wanted = store.show(entry).key
-    explained = explain(wanted, store.entries())
-    changes = [list(change) for change in explained.changes]
-    data: dict[str, Any] = {"said": explained.said, "differs": changes}
+    infos = list(store.entries())
+    said, nearest = explain(wanted, infos)
+    changes = [list(change) for change in wanted.changes(nearest)]
+    data: dict[str, Any] = {"said": said, "differs": changes}
     table = Grid.of(("differs in", "this key", "nearest entry"), changes)
-    parts: list[Part] = [Line(explained.said), table]
-    if explained.state:
+    parts: list[Part] = [Line(said), table]
+    if wanted.digest in [info.digest for info in infos]:
         kept = store.show(wanted.digest)
         data |= _plain(wanted.digest, kept) | {"path": str(kept.path)}
         rows = [*kept.key.fields().items(), *kept.created.items()]

@@ -69,7 +69,7 @@ def test_explain_says_that_an_entry_is_damaged(directory, entry):
     store = Store(directory, "require")
     with pytest.warns(CacheWarning, match=r"kernel\.py is not"), pytest.raises(CacheMissError):
         store.get_or_build(key_of(1), Builder())
-    assert "because its entry is damaged: kernel.py" in explain(key_of(1), store.entries()).said
+    assert "because its entry is damaged: kernel.py" in explain(key_of(1), store.entries())[0]
     assert (entry.path / "kernel.py").read_text() == SOURCE  # a private copy
     assert (entry.directory / "kernel.py").read_text() == "other\n"
 

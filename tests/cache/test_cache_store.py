@@ -41,7 +41,7 @@ def test_looking_creates_nothing(directory):
     store = Store(directory)
     assert store.get(key_of(1)) is None
     assert list(store.entries()) == []
-    assert "no whole entry" in explain(key_of(1), store.entries()).said
+    assert "no whole entry" in explain(key_of(1), store.entries())[0]
     assert not directory.exists()
 
 
@@ -209,10 +209,10 @@ def test_explain_says_which_name(directory):
     store = Store(directory)
     store.get_or_build(key_of(1, nki="0.5"), Builder())
     store.get_or_build(key_of(1, nki="0.6", flags="x"), Builder())
-    assert explain(key_of(1, nki="0.5"), store.entries()).said == "hit"
-    miss = explain(key_of(9, nki="0.5"), store.entries())
-    assert miss.changes == (("spec.m", "9", "1"),)
-    assert miss.said == "miss among 2 entries, because of: spec"
+    assert explain(key_of(1, nki="0.5"), store.entries())[0] == "hit"
+    said, nearest = explain(key_of(9, nki="0.5"), store.entries())
+    assert nearest == key_of(1, nki="0.5")
+    assert said == "miss among 2 entries, because of: spec"
 
 
 def test_verify_rebuilds_and_compares_bytes(directory):
