@@ -87,9 +87,9 @@ def load(name: str, tokens: int = 64) -> tuple[torch.nn.Module, dict[str, torch.
     else:
         import torch
 
-        from nmm_compiler.prediction.meta_models import meta_model
+        from nmm_compiler.prediction.meta_models import as_given, meta_model
 
-        model = meta_model(name, torch.bfloat16).module
+        model = meta_model(as_given(name), torch.bfloat16).module
         # its cache starts on the CPU, whatever the model is on
         model.config.use_cache = False  # type: ignore[union-attr]
     return model, example_inputs(name, model, tokens)

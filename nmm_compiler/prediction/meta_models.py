@@ -52,17 +52,16 @@ PUBLIC_MODELS = read_json(Path(__file__).with_name("public_models.json"))
 """The configs of public models that ship with the package, by name."""
 
 
-def meta_model(model_or_config: Any, dtype: torch.dtype) -> MetaModel:
+def meta_model(given: Any, dtype: torch.dtype) -> MetaModel:
     """Return a model on the meta device.
 
-    model_or_config: a module (left as it is), a transformers config, a dict of its fields, a public
-    name, or a directory or file with a config. Raises ModelError for anything else,
-    UnknownNameError for an unknown name, MissingPackageError where transformers is missing.
+    given: a module (left as it is), or the fields of a config, all of them, as `as_given` returns
+    them. Raises ModelError where transformers makes no model of them, FileError for damaged ranks
+    of a saved low-rank model, MissingPackageError where transformers is missing.
     """
-    given = as_given(model_or_config)
     if isinstance(given, nn.Module):
         return MetaModel(without_data(given), type(given).__name__)
-    dense, saved = dense_and_saved(given)
+    dense = dense_of(given)
     transformers = require_transformers("a model without its code")
     auto = transformers.models.auto.modeling_auto
     named = " ".join(given.get("architectures") or ())
@@ -78,32 +77,34 @@ def meta_model(model_or_config: Any, dtype: torch.dtype) -> MetaModel:
         except Exception as error:  # a model's code meets the sizes of any file here
             text = f"{type(error).__name__}: {one_line(error)}"
             raise ModelError(f"transformers makes no model of the config: {text}") from error
-        if saved is not None:
-            hf_layers.prepare(module, saved)
+        if dense is not given:
+            hf_layers.prepare(module, hf_layers.read_layers(given["quantization_config"]))
     return MetaModel(module.eval(), str(given["name_or_path"] or given["model_type"]))
 
 
-def dense_and_saved(given: Any) -> tuple[Any, hf_layers.Saved | None]:
-    """Return the fields of the dense model that a saved low-rank one was made from, and what the
-    saved one says of its layers; anything else as it is, and None.
+def dense_of(given: Any) -> Any:
+    """Return the fields of the dense model that a saved low-rank one was made from; anything else
+    as it is.
 
-    Raises ModelError for a config of another quantization, FileError for a damaged one.
+    Raises ModelError for a config of another quantization.
     """
     saved = None if isinstance(given, _MADE) else given.get("quantization_config")
     if saved is None:
-        return given, None
+        return given
     if saved.get("quant_method") != hf_layers.METHOD:
         raise ModelError(
             f"the config is of a model quantized by {saved.get('quant_method')}; pass the config "
             "of the model that it was made from, and weights= for the format"
         )
-    dense = {name: value for name, value in given.items() if name != "quantization_config"}
-    return dense, hf_layers.read_layers(saved)
+    return {name: value for name, value in given.items() if name != "quantization_config"}
 
 
 def as_given(given: Any) -> Any:
     """Return a module, or what is prepared, as it is, else all fields of a transformers config, of
-    a dict of some of them, of a path or of a public name; they are JSON data."""
+    a dict of some of them, of a path or of a public name; they are JSON data.
+
+    Raises ModelError for anything else, UnknownNameError for an unknown name.
+    """
     if isinstance(given, _MADE):
         return given
     transformers = require_transformers("a model without its code")

@@ -24,11 +24,7 @@ from nmm_compiler.lowrank_models.meta_copies import MetaModel
 from nmm_compiler.lowrank_models.select import Patterns
 from nmm_compiler.options import DTYPES
 from nmm_compiler.prediction.forms import BF16, read_form
-from nmm_compiler.prediction.meta_models import (
-    as_given,
-    dense_and_saved,
-    prepare,
-)
+from nmm_compiler.prediction.meta_models import as_given, dense_of, prepare
 from nmm_compiler.prediction.model import Memory, ModelPrediction, Phase, PhaseLine
 from nmm_compiler.prediction.prices import Cores, check_routing, fastest
 from nmm_compiler.prediction.stacks import stack_named
@@ -125,15 +121,13 @@ def predict(
     if not low_rank and (include is not None or exclude is not None):
         raise OptionTypeError("include", include or exclude, "it with a ratio or a rank")
     given = as_given(model_or_config)
-    original, saved = dense_and_saved(given)
-    if dense is not None:
-        original = as_given(dense)
+    original = dense_of(given) if dense is None else as_given(dense)
     counts = check_routing(routing or (), routing)
     machine = Cores(chip, lnc, tp, form, price, stack_named(stack), counts)
     setting = {"prompt": prompt, "context": context, "batch": batch}
     predicted = functools.partial(_prediction, machine, target, dtype, setting, inputs, norms, last)
     before = predicted(original)
-    if not low_rank and dense is None and saved is None:
+    if not low_rank and dense is None and original is given:
         return before
     each = dict(rank) if isinstance(rank, Mapping) else rank
     low = {"ratio": ratio, "rank": each, "include": include, "exclude": exclude}

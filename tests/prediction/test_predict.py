@@ -171,7 +171,7 @@ def test_rows_are_summed_inside_of_a_kernel_where_that_is_faster():
 
 
 def test_memory_is_the_bytes_of_the_parameters():
-    model = meta_model(LLAMA, torch.bfloat16).module
+    model = meta_model(as_given(LLAMA), torch.bfloat16).module
     stored = sum(p.numel() * p.element_size() for p in model.parameters())
     assert llama().memory.weight_bytes == stored
     assert llama().parameters == sum(p.numel() for p in model.parameters())
@@ -185,7 +185,7 @@ def test_weights_of_one_byte_halve_the_matrices_and_their_bytes():
     vectors = (2 * 3 + 1) * 256 * 2  # norms stay as they are, and so does the embedding
     embedding = 512 * 256 * 2
     rest = whole.memory.weight_bytes - vectors - embedding
-    model = meta_model(LLAMA, torch.bfloat16).module
+    model = meta_model(as_given(LLAMA), torch.bfloat16).module
     rows = sum(p.shape[0] for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n)
     assert small.memory.weight_bytes == vectors + embedding + rest // 2 + 2 * rows
     moved = [sum(x.calls * x.bytes_us for x in p.phase("decode").lines if x.kind == "kernel")
@@ -352,7 +352,7 @@ def test_public_models_have_the_size_of_their_name():
                 "llama-3-70b": 70.6, "llama-2-13b": 13.0,
                 "mistral-7b": 7.25, "smollm2-135m": 0.135, "qwen2.5-7b": 7.62}  # fmt: skip
     for name, size in billions.items():
-        model = meta_model(name, torch.bfloat16).module
+        model = meta_model(as_given(name), torch.bfloat16).module
         assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(size, rel=0.01)
     assert len(PUBLIC_MODELS) >= 18
 
@@ -379,10 +379,9 @@ def test_two_cores_are_priced_as_the_backend_launches_them_also_where_one_is_fas
     piece = Piece("attention", "attn", 1, ways=((attention,),))
     (line,) = price(piece, pair)
     assert line.us == pytest.approx(on_two(attention), rel=1e-12)
-    stored = dataclasses.replace(
-        pair, form=read_form("mxfp4+32")
-    )  # no kernel has factors of MX blocks
-    assert kernel_price(wide, stored) == found
+    stored = dataclasses.replace(pair, form=read_form("mxfp4+32"))
+    # no kernel has factors of MX blocks
+    assert price(Piece("kernel", "mlp", 1, ways=((wide,),)), stored) == [found]
     rows = LowRankSpec(m=1, k=2048, r=1024, n=2048).sharded(4, "rows")
     exchanges = exchanges_of(dataclasses.replace(rows, lnc=2))
     shared = on_two(rows) + exchanges * beyond_simulated_us(chip) + wait_us(4, chip)
