@@ -15,15 +15,15 @@ are asked for, as published systems on trn2 run. Then it is our kernel of two co
 the backend launches with `lnc=2`, with the published times of a barrier and of its exchanges; where
 a family has none for the sizes, one core's kernel, for which the other core waits.
 
-Weights of few bits have other kernels than dense weights and factors. `corrected_rows`, of MX
-weights and of those with a branch:
+Weights of few bits have other kernels than dense weights and factors. `in_form`, of MX weights and
+of those with a branch:
 
 (matmul, matmul, matmul) of one x     ->   one kernel of three linears, or three kernels
 (gated_mlp,)                          ->   one kernel of gate, up and down
 (gated_mlp_up, matmul)                ->   gate and up in one kernel, down in another
 
-`in_form`, of one kernel: experts in the form, others with fp8 weights or factors; what takes no MX
-blocks keeps the model's dtype.
+and of others: experts in the form, kernels with fp8 weights or factors; what takes no MX blocks
+keeps the model's dtype.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Cores:
 
 def price(piece: Piece, machine: Cores) -> list[PhaseLine]:
     """Return the launches that compute one piece, computed once, the fastest way."""
-    rows = corrected_rows(piece.ways, machine.form) or piece.ways
+    rows = in_form(piece.ways, machine.form, machine.target)
     each = [[kernel_price(spec, machine) for spec in row] for row in rows]
     if piece.kind == "attention":  # beside a kernel's bound, its pieces have a law or a bound
         each = [row for row in each if row[0].source != "bound"]
@@ -135,7 +135,7 @@ def kernel_price(spec: KernelSpec, machine: Cores) -> PhaseLine:
     A sum over cores that no target computes inside of a kernel takes infinitely long, and so does a
     norm or a residual in one that takes none.
     """
-    stored = in_form(as_chosen(spec, machine), machine.form, machine.target)
+    stored = as_chosen(spec, machine)
     bytes_us = 1e6 * stored.minimal_hbm_bytes() / machine.bytes_per_second
     floor = max(bytes_us, stored.roofline_us(machine.target) * stored.lnc / machine.lnc)
     how, summed = stored.short(), stored.exchanged_bytes()
@@ -179,11 +179,25 @@ def _bound(piece: Piece, machine: Cores) -> PhaseLine:
 # -- kernels of few-bit weights -------------------------------------------------------------------
 
 
-def in_form(spec: Any, form: Form, target: Target) -> Any:
-    """Return the spec for weights of a form, the same where no kernel of the target takes it.
+def in_form(rows: tuple[Row, ...], form: Form, target: Target) -> tuple[Row, ...]:
+    """Return rows that compute the same with weights of a form, kernels as they are that take none.
 
-    x has the format of fp8 weights, too, unless its norm is inside.
+    Rows of joined dense weights are left out where each weight has a branch of its own.
     """
+    if form.rank or form.base not in ("", "fp8"):
+        gated = [row for row in rows if isinstance(row[0], GatedMLPUpSpec)]
+        most = max(map(len, rows), default=0)
+        longest = gated or [row for row in rows if len(row) == most]
+        with contextlib.suppress(*NO_KERNEL):
+            each = tuple(tuple(_corrected((one,), form) for one in row) for row in longest)
+            joined = [] if gated or most < 2 else [(_corrected(row, form),) for row in longest]
+            return (*each, *joined)
+    return tuple(tuple(_one_in_form(spec, form, target) for spec in row) for row in rows)
+
+
+def _one_in_form(spec: Any, form: Form, target: Target) -> Any:
+    """Return the spec of experts, or of fp8 weights and factors; the same where no kernel of the
+    target takes it. x has the format of fp8 weights, too, unless its norm is inside."""
     changes: dict[str, Any] = {}
     if getattr(spec, "weight", "") or not form.base:
         return spec
@@ -202,38 +216,17 @@ def in_form(spec: Any, form: Form, target: Target) -> Any:
     return spec
 
 
-def corrected_rows(rows: tuple[Row, ...], form: Form) -> tuple[Row, ...]:
-    """Return the rows in a form; empty for a form that is none of few bits, and for plain fp8.
-
-    Rows of joined dense weights are left out: each has a branch of its own.
-    """
-    if form.base in ("", "fp8") and not form.rank:
-        return ()
-    gated = [row for row in rows if isinstance(row[0], GatedMLPUpSpec)]
-    most = max(map(len, rows), default=0)
-    made: list[Row] = []
-    try:
-        for row in gated or [row for row in rows if len(row) == most]:
-            made.append(tuple(_corrected((one,), form) for one in row))
-            if len(row) > 1 and not gated:
-                made.append((_corrected(row, form),))
-    except NO_KERNEL:
-        return ()
-    return tuple(made)
-
-
-def _corrected(row: Row, form: Form) -> CorrectedSpec:
+def _corrected(row: Sequence[Any], form: Form) -> CorrectedSpec:
     """Return the kernel in a form of dense kernels of one x; SpecError for what has none."""
-    every: list[Any] = list(row)
-    ranks = [one.rank(branch) for one in every for branch in getattr(one, "branches", ())]
-    if any(ranks) or not all(isinstance(one, (MatmulSpec, GatedMLPUpSpec)) for one in every):
-        raise SpecError(f"{every[0].short()} is no dense kernel")
-    first = every[0]
+    first, *others = row
+    ranks = [one.rank(branch) for one in row for branch in getattr(one, "branches", ())]
+    if any(ranks) or not all(isinstance(one, (MatmulSpec, GatedMLPUpSpec)) for one in row):
+        raise SpecError(f"{first.short()} is no dense kernel")
     own: dict[str, Any] = {"rank": form.rank, "weight": form.base, "branch": form.branch}
     if isinstance(first, GatedMLPUpSpec):
         return spec_of(CorrectedMLPSpec, first, down=isinstance(first, GatedMLPSpec), **own)
-    if len(every) > 1:
-        own |= {name: tuple(getattr(one, name) for one in every) for name in ("n", "bias")}
+    if others:
+        own |= {name: tuple(getattr(one, name) for one in row) for name in ("n", "bias")}
     return spec_of(CorrectedSpec, first, **own)
 
 
