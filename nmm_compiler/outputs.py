@@ -29,8 +29,9 @@ LARGEST_JSON_BYTES = 64 << 20
 """The largest configs and indices of models have some megabytes."""
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; raise FileError, naming the file, without one."""
+def read_json(path: Path, kind: type = dict) -> Any:
+    """Return the object in a JSON file, or what else `kind` is; raise FileError, naming the file,
+    without one."""
     if os.path.exists(path) and not (
         os.path.isfile(path) and os.path.getsize(path) <= LARGEST_JSON_BYTES
     ):  # a device may have no end
@@ -41,8 +42,10 @@ def read_json(path: Path) -> dict[str, Any]:
         raise FileError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # brackets may nest without end
         raise FileError(f"{path} is not JSON ({error}); restore it, or write it anew") from None
-    if not isinstance(told, dict):
-        raise FileError(f"{path} holds a {type(told).__name__}, not an object; write it anew")
+    if not isinstance(told, kind):
+        raise FileError(
+            f"{path} holds a {type(told).__name__}, not a {kind.__name__}; write it anew"
+        )
     return told
 
 

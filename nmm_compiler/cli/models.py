@@ -8,12 +8,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-import json
 import os
 import runpy
 import traceback
 from collections.abc import Callable, Iterator
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -26,6 +24,7 @@ from nmm_compiler.errors import (
     UnknownNameError,
     user_file_error,
 )
+from nmm_compiler.outputs import read_json
 
 if TYPE_CHECKING:
     import torch
@@ -43,8 +42,8 @@ _FORMS = ("DIRECTORY with config.json", "CONFIG.json", "FILE.py:function")
 
 def public_names() -> list[str]:
     """Return the names of the models that commands know, most of them by their shapes."""
-    shapes = files("nmm_compiler.prediction").joinpath("public_models.json")
-    return list(dict.fromkeys((*PACKAGED, *json.loads(shapes.read_text("utf-8")))))
+    shapes = Path(__file__).parent.with_name("prediction") / "public_models.json"
+    return list(dict.fromkeys((*PACKAGED, *read_json(shapes))))
 
 
 def check(name: str, *, weights: bool = False, directory: bool = False) -> str:

@@ -25,7 +25,7 @@ import typer
 from nmm_compiler.cli import models, values
 from nmm_compiler.errors import MissingPackageError, ModelError, NmmError, OptionTypeError
 from nmm_compiler.lowrank_models.progress import steps
-from nmm_compiler.outputs import write_text
+from nmm_compiler.outputs import read_json, write_text
 from nmm_compiler.report.parts import Grid, Line, Part, Section
 
 _STACKS = "nmm_compiler.prediction.stacks:stack_named"
@@ -196,7 +196,7 @@ def plan(
     Example: nmm plan llama-3.1-8b --target trn2,trn3 --forms bf16,fp8,lowrank:0.2,mxfp4+32fp8
     """
     from nmm_compiler.prediction import plan as planning
-    from nmm_compiler.prediction.prices import read_routing
+    from nmm_compiler.prediction.prices import check_routing
 
     if forms and ratio:
         raise OptionTypeError("ratio", ratio, "it as a form, e.g. --forms bf16,lowrank:0.2")
@@ -223,7 +223,7 @@ def plan(
             price=price,
             stack=stack,
             measured=own,
-            routing=None if routing is None else read_routing(routing),
+            routing=None if routing is None else check_routing(read_json(routing, list), routing),
             progress=step,
         )
     page = f"plan of {planned.name}", planned.parts()

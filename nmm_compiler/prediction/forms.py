@@ -12,7 +12,6 @@ lowrank:0.2      factors in place of the weights, with that share of the paramet
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,11 +23,14 @@ from nmm_compiler.kernels.linear.corrected import reads_as_stored
 from nmm_compiler.kernels.number_formats import FP8
 from nmm_compiler.kernels.packed_formats import FORMATS, MX, check_blocks
 from nmm_compiler.options import DTYPES
+from nmm_compiler.outputs import read_json
 from nmm_compiler.records import Record
 from nmm_compiler.targets import Target
 
 QUALITY = Path(__file__).with_name("form_quality.json")
-"""What `make bench-compress` measured: {model: {form: figures}}, perplexities over that of bf16."""
+MEASURED = read_json(QUALITY)
+"""What `make bench-compress` measured: {model: {form: figures}}, perplexities over that of bf16;
+of a form with ", mxfp8 x" x was rounded, too."""
 _DTYPES = {FP8: "fp8", **dict.fromkeys(DTYPES, "bf16")}
 _NAME = re.compile(r"(\w+?)(?:\+([1-9]\d*)(fp8)?|:(0?\.\d*[1-9]\d*))?")
 """The format of the weights, and the rank and format of a branch, or a ratio below 1."""
@@ -103,16 +105,10 @@ def read_form(name: str) -> Form:
     )  # fmt: skip
 
 
-@functools.cache
-def measured_quality() -> dict[str, dict[str, dict[str, Any]]]:
-    """Return the rows of the benchmark by model and form; ", mxfp8 x" is with x rounded, too."""
-    return dict(json.loads(QUALITY.read_text(encoding="utf-8")))
-
-
 def quality_of(name: str) -> tuple[str, tuple[float, float]] | None:
     """Return (model, perplexity over bf16 in and out of domain) as measured of a form, or None."""
     said = f"{name}, mxfp8 x" if name.startswith("mx") else name
-    for model, rows in measured_quality().items():
+    for model, rows in MEASURED.items():
         if "in" in rows.get(said, {}):
             row = rows[said]
             return model, (1.0, 1.0) if name == "bf16" else (row["in"][0], row["out"][0])

@@ -29,11 +29,9 @@ keeps the model's dtype.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from nmm_compiler.errors import ModelError, OptionTypeError, SpecError
@@ -253,17 +251,11 @@ def as_chosen(spec: Any, machine: Cores) -> Any:
     return replace(spec, distinct=distinct / machine.experts_on)
 
 
-def read_routing(path: Path) -> tuple[float, ...]:
-    """Return the counts of a file: a JSON list, one number for each expert."""
-    try:
-        given: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise OptionTypeError("routing", path, f"a file of JSON ({error})") from error
-    return check_routing(given, path)
-
-
 def check_routing(given: Any, said: Any) -> tuple[float, ...]:
-    """Return counts, which are numbers of 0 or more and not all 0; raise OptionTypeError."""
+    """Return counts, which are numbers of 0 or more and not all 0; raise OptionTypeError.
+
+    said: the counts, or the file that they are from.
+    """
     numbers = isinstance(given, Sequence) and all(
         isinstance(n, (int, float)) and n >= 0 for n in given
     )

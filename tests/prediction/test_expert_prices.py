@@ -4,9 +4,10 @@ import json
 
 import pytest
 
-from nmm_compiler.errors import ModelError, OptionTypeError
+from nmm_compiler.errors import FileError, ModelError, OptionTypeError
+from nmm_compiler.outputs import read_json
 from nmm_compiler.prediction.predict import predict
-from nmm_compiler.prediction.prices import read_routing
+from nmm_compiler.prediction.prices import check_routing
 
 transformers = pytest.importorskip("transformers")
 QWEN = {
@@ -112,13 +113,13 @@ def test_cores_share_each_expert_or_whole_experts():
 def test_a_file_of_counts(tmp_path):
     path = tmp_path / "routing.json"
     path.write_text(json.dumps([1, 2, 3]))
-    assert read_routing(path) == (1.0, 2.0, 3.0)
+    assert check_routing(read_json(path, list), path) == (1.0, 2.0, 3.0)
     with pytest.raises(ModelError, match="3 counts, and a layer has 16 experts"):
-        predicted(QWEN, routing=read_routing(path))
+        predicted(QWEN, routing=read_json(path, list))
     for text in ("{}", "[0, 0]", "[-1, 2]", "no"):
         path.write_text(text)
-        with pytest.raises(OptionTypeError, match="routing"):
-            read_routing(path)
+        with pytest.raises((FileError, OptionTypeError), match=r"routing\.json"):
+            check_routing(read_json(path, list), path)
 
 
 def test_a_hybrid_whose_config_computes_the_kinds_of_its_layers_is_priced_whole():

@@ -71,7 +71,7 @@ def test_a_plan_where_nothing_pays_or_fits_says_so(us, more):
 
 def test_a_gain_within_the_error_of_the_prices_is_not_told_apart(monkeypatch):
     kept = {"bf16": {"in": [1.0], "out": [1.0]}, "fp8": {"in": [1.01], "out": [1.01]}}
-    monkeypatch.setattr(forms_module, "measured_quality", lambda: {"toy": kept})
+    monkeypatch.setattr(forms_module, "MEASURED", {"toy": kept})
     near = made({"mlp": 90.0, "self_attn": 55.0}, DENSE)
     (said, *_) = Plan(name="toy", predictions=(DENSE, near)).verdict()
     assert said.startswith("no setting pays beyond the error of its prices: the nearest is ")
@@ -143,7 +143,7 @@ def test_each_target_is_told_its_form_with_what_was_measured_of_it(monkeypatch):
     rows = {"bf16": (1, 1), "fp8": (1.01, 1.01), "lowrank:0.2": (1.2, 2.4),
             "mxfp4, mxfp8 x": (1.5, 1.7), "mxfp4+64, mxfp8 x": (1.08, 1.17)}  # fmt: skip
     figures = {name: {"in": [a], "out": [b]} for name, (a, b) in rows.items()}
-    monkeypatch.setattr(forms_module, "measured_quality", lambda: {"toy": figures})
+    monkeypatch.setattr(forms_module, "MEASURED", {"toy": figures})
     names = ("bf16", "fp8", "lowrank:0.2", "mxfp4", "mxfp4+64")
     wide = TINY | {"hidden_size": 2048, "intermediate_size": 8192}
     shown = plan(wide, targets=("trn2", "trn3"), forms=names, price="closed_form")
