@@ -126,11 +126,16 @@ nmm.reset = reset  # type: ignore[attr-defined]
 
 
 class Compilation:
-    """What is known so far about one graph's compilation; said: fields of its report."""
+    """What is known so far about one graph's compilation; said: fields of its report.
 
-    def __init__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> None:
+    inner: what compiles the rest of the graph, by default as the options say.
+    """
+
+    def __init__(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, inner: str = ""
+    ) -> None:
         self.gm, self.example_inputs, self.options = gm, example_inputs, options
-        self.inner = inner_name(options.inner, example_inputs)
+        self.inner = inner or inner_name(options.inner, example_inputs)
         self.said: dict[str, Any] = {"graph": next(_GRAPHS), "nodes": len(gm.graph.nodes)}
         self.lines: list[KernelLine] = []
         self.built: list[Any] = []
@@ -450,19 +455,10 @@ def compile_inner(
         return backend(gm, example_inputs, config_patches=patches)  # type: ignore[call-arg, arg-type]
 
 
-def graphs_in(gm: fx.GraphModule) -> list[fx.GraphModule]:
-    """Return a graph and the graphs of its higher-order operators."""
-    return [child for child in gm.modules() if isinstance(child, fx.GraphModule)]
-
-
 def calls_of(gm: fx.GraphModule) -> list[fx.Node]:
     """Return the op calls in the graph and in the graphs of its higher-order operators."""
-    return [
-        node
-        for child in graphs_in(gm)
-        for node in child.graph.nodes
-        if op_name(node.target) is not None
-    ]
+    graphs = [child.graph for child in gm.modules() if isinstance(child, fx.GraphModule)]
+    return [node for graph in graphs for node in graph.nodes if op_name(node.target) is not None]
 
 
 @functools.cache

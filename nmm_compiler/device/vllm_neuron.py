@@ -68,8 +68,7 @@ def wrap(backend: str | Backend = BACKENDS[0], **options: Any) -> Backend:
     ) -> Any:
         inner: Any = registry.lookup_backend(backend) if isinstance(backend, str) else backend
         name = backend if isinstance(backend, str) else getattr(backend, "__name__", "backend")
-        work = Compilation(gm, example_inputs, dataclasses.replace(made, inner="eager"))
-        work.inner = name
+        work = Compilation(gm, example_inputs, made, name)
         with work.phase("passes"):
             rewritten = rewrite(work)
         with work.phase("kernels"):
