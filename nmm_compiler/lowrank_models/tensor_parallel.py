@@ -66,10 +66,6 @@ def tensor_parallel_plan(
             "scales; compress without base="
         )  # fmt: skip
     roles = linear_roles(model)
-    if not roles:
-        raise OptionTypeError(
-            "model", type(model).__name__, "a transformers model with a tensor-parallel plan"
-        )
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
@@ -123,9 +119,9 @@ def tensor_parallel_plan(
 def linear_roles(model: nn.Module, usual: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the linears of a model that are cut, by name: "colwise", "rowwise" or "head".
 
-    A head is cut by columns, and its result is gathered. Empty for a model without a plan of
-    transformers. usual: the roles of linears inside of layers by the last part of their names, for
-    those that the plan leaves out.
+    A head is cut by columns, and its result is gathered. usual: the roles of linears inside of
+    layers by the last part of their names, for those that the plan leaves out. Raises
+    OptionTypeError for a model without a plan of transformers that cuts a linear.
     """
     plan: Mapping[str, str] = getattr(model, "_tp_plan", None) or {}
     patterns = [
@@ -146,4 +142,7 @@ def linear_roles(model: nn.Module, usual: Mapping[str, str] | None = None) -> di
             role = "head"
         if role in ("colwise", "rowwise", "head"):
             roles[name] = role
+    if not roles:
+        wanted = "a transformers model with a tensor-parallel plan of its linears, or use one core"
+        raise OptionTypeError("model", type(model).__name__, wanted)
     return roles

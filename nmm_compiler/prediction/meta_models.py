@@ -135,7 +135,7 @@ def as_given(given: Any) -> Any:
 def prepare(given: Any, low: Mapping[str, Any] | None, dtype: str, tp: int) -> MetaModel:
     """Return one core's share of one of each kind of layer; low: what `compress` is given.
 
-    Raises ModelError for weights that are not traced, and for those that `shard` does not cut.
+    Raises ModelError for weights that are not traced, and for those that are not cut.
     """
     model = meta_model(given, getattr(torch, dtype))
     for name, module in model.module.named_modules():
@@ -207,17 +207,13 @@ def shard(model: MetaModel, tp: int) -> None:
     """Cut the model's linears for one of `tp` cores, in place.
 
     Each core has at least one key and value head, and as many query heads as belong to it. Raises
-    ModelError for a model without a tensor-parallel plan.
+    OptionTypeError for a model without a tensor-parallel plan.
     """
     found = linear_roles(model.module, _USUAL)
     parents = {name: model.module.get_submodule(name.rpartition(".")[0]) for name in found}
     heads = {parent: _heads(parent, tp) for parent in {*parents.values()}}  # before any is cut
     for name, role in found.items():
         _cut_linear(parents[name], name.rpartition(".")[2], role, tp, heads[parents[name]])
-    if not found:
-        raise ModelError(
-            f"{model.name} has no tensor-parallel plan that says how its linears are cut; use tp=1"
-        )
 
 
 def _heads(parent: nn.Module, tp: int) -> tuple[int, int, int] | None:

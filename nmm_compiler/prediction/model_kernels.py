@@ -45,7 +45,8 @@ def model_kernels(
     model_or_config: as for `predict`. ratios: as for `compress`; None takes the model as it is.
     tokens: of a call, all sequences together. tps: cores that share the model, its factors cut as
     `tensor_parallel_plan` does by default. progress: called with (setting, done, of how many).
-    Raises ModelError for a model that cannot be traced or cut, and where no kernel is found.
+    Raises ModelError for a model that cannot be traced or cut, and where no kernel is found,
+    OptionTypeError for one without a tensor-parallel plan on several cores.
     """
     check_name("dtype", dtype, DTYPES)
     given = as_given(model_or_config)
@@ -94,8 +95,6 @@ def _shares(
     """
     roles = linear_roles(model.module)
     layers = {n: one for n, one in lowrank_layers(model.module).items() if n in roles}
-    if not roles:
-        raise ModelError(f"{model.name} has no tensor-parallel plan; use tp=1")
     for name, layer in layers.items():
         role = roles[name]
         cut = layer.in_features if role == "rowwise" else layer.out_features
