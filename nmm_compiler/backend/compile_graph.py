@@ -246,14 +246,6 @@ def rewrite(work: Compilation) -> fx.GraphModule:
     return rewritten
 
 
-def _calls_of_matches(rewritten: fx.GraphModule) -> list[fx.Node]:
-    """Return the calls that stand for matches: the passes name their target.
-
-    PyTorch computes a call of the model's own that no rule takes, as of compressed experts.
-    """
-    return [node for node in calls_of(rewritten) if "target" in node.kwargs]
-
-
 def _graph_headline(graph: fx.GraphModule, prices: list[dict[str, Any]], options: Options) -> str:
     """Return what low rank brings to a graph; predictions are loaded when somebody reads it."""
     from nmm_compiler.prediction.headlines import graph_headline
@@ -291,7 +283,10 @@ def _build_kernels(work: Compilation, rewritten: fx.GraphModule) -> None:
     forward: list[Any] = []
     backward: list[Any] = []
     by_torch: Counter[str] = Counter()
-    for node in _calls_of_matches(rewritten):
+    # the passes name the target of a call; PyTorch computes one of the model's own that no rule
+    # takes, as of compressed experts
+    matched = [node for node in calls_of(rewritten) if "target" in node.kwargs]
+    for node in matched:
         with work.tried(f"no kernel for {node.name}"):  # it runs in PyTorch
             called: Any = graph_call(node, meta_value)
             forward += _specs(work, called)

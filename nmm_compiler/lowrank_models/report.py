@@ -114,7 +114,7 @@ class CompressionReport(Shown, Record):
     ratio: the share of parameters asked to be removed, None when ranks were given;
     `achieved_ratio` is over the same matrices: those listed in `layers` that are `counted`.
     model_parameters_before / _after: of the whole model, tied parameters once.
-    target: what times are predicted for, "" by a cost= of the caller's.
+    target: what times are predicted for.
     workload: predicted times of all calls of the layers, for each kind of pass; empty for a dtype
         without kernels. source: of these times, one of `prices.kernel.PRICES`. priced: how layers
         were priced, where not by the calls of the backend, or that no kernel reads the base.

@@ -295,8 +295,8 @@ def test_a_traced_graph_uses_what_the_backend_has_checked(monkeypatch, one_kerne
         work = compile_graph.Compilation(
             torch.fx.symbolic_trace(torch.nn.Identity()), [x], Options()
         )
-        calls = [types.SimpleNamespace(name="call")]
-        monkeypatch.setattr(compile_graph, "_calls_of_matches", lambda gm, found=calls: found)
+        calls = [types.SimpleNamespace(name="call", kwargs={"target": "trn2"})]
+        monkeypatch.setattr(compile_graph, "calls_of", lambda gm, found=calls: found)
         monkeypatch.setattr(compile_graph, "graph_call", lambda *given: ("op", (), {}, 1))
         monkeypatch.setattr(compile_graph, "_specs", lambda *given: [SPEC])
         with warnings.catch_warnings(record=True, action="always") as said:
