@@ -67,7 +67,6 @@ def list_(
         wanted = Key.make(named.get("key", named))
     else:
         wanted = store.show(entry).key
-    infos = list(store.entries())
     said, nearest = explain(wanted, infos)
     changes = [list(change) for change in wanted.changes(nearest)]
     data: dict[str, Any] = {"said": said, "differs": changes}
