@@ -4,7 +4,7 @@ In: the source that `specialize` gives, one `@nki.jit` function and helpers. Out
 statement by statement, in the older dialect's forms:
 
 - instructions return their result: `nisa.f(dst=t, ...)` -> `t[...] = nisa.f(...)`
-- matmuls that accumulate -> `t += nisa.nc_matmul(...)` into tiles of `nl.zeros`
+- matmuls -> `t += nisa.nc_matmul(...)` into tiles of `nl.zeros`
 - DMA between HBM and SBUF -> `nl.load` and `nl.store`; helpers that are one of them are
   written out
 - strided views of HBM -> index expressions of `nl.arange`, `views.py`
@@ -130,27 +130,8 @@ def to_beta_1(source: str) -> str:
 # only. For the parameters of a helper, the memory follows from the arguments of its calls.
 
 HBM, CHIP, BOTH = "hbm", "chip", "both"
+_SUMS = "dtype=nl.float32, buffer=nl.psum)"
 Functions = Mapping[str, ast.FunctionDef]
-
-
-def is_summed(functions: Functions, function: str, tensor: str) -> bool:
-    """Return whether matmuls add to a tensor: of this function, or of a helper that gets it."""
-    for node in nodes(*functions[function].body):
-        taken: list[tuple[str, str]] = []
-        if called(node) == "nisa.nc_matmul" and root(keyword(node, "dst")) == tensor:
-            adds = keyword(node, "accumulate")
-            if adds is not None and ast.unparse(adds) != "False":
-                return True
-        elif called(node) in functions:
-            names = parameter_names(functions[called(node)])
-            given = zip(names, node.args, strict=True)
-            taken = [(called(node), one) for one, value in given if root(value) == tensor]
-        else:
-            both = assigned(node), appended(node)
-            taken = [(function, one) for one, value in both if value and root(value) == tensor]
-        if any(is_summed(functions, *one) for one in taken if one != (function, tensor)):
-            return True
-    return False
 
 
 class _Function(TreeEditor):
@@ -158,7 +139,8 @@ class _Function(TreeEditor):
 
     places: (function, name) -> the memory of its tensor, BOTH where callers differ. views: names
     that stand for views, and so for no tensor of Beta 1. values: what other names were assigned
-    last. target: the name that the present statement gives a value to.
+    last. target: the name that the present statement gives a value to. turned: names of tiles that
+    are transposed into, all others in PSUM being sums.
     """
 
     def __init__(self, name: str, functions: Functions, places: dict[tuple[str, str], str]) -> None:
@@ -167,6 +149,10 @@ class _Function(TreeEditor):
         self.values: dict[str, ast.expr] = {}
         self.bodies: dict[str, ast.FunctionDef] = {}
         self.target = ""
+        calls = nodes(functions[name])
+        self.turned = {
+            root(keyword(call, "dst")) for call in calls if called(call) == "nisa.nc_transpose"
+        }
 
     def translated(self) -> ast.FunctionDef:
         """Return the function in Beta 1."""
@@ -283,12 +269,12 @@ class _Function(TreeEditor):
         return super().visit(node) if view is None else _spread(view.spelled(), view.spread)
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
-        """Return a call; that of a tile which matmuls sum into makes it of zeros."""
+        """Return a call; that of a tile for sums, which are in fp32, makes it of zeros."""
         helper = self.functions.get(called(node))
         for one, value in zip(parameter_names(helper), node.args, strict=True) if helper else ():
             self._place(called(node), one, value)
-        in_psum = called(node) == "nl.ndarray" and ast.unparse(node).endswith("nl.psum)")
-        if in_psum and is_summed(self.functions, self.name, self.target):
+        sums = called(node) == "nl.ndarray" and ast.unparse(node).endswith(_SUMS)
+        if sums and self.target not in self.turned:
             node = changed(node, func=parsed("nl.zeros"))
         return self.generic_visit(node)
 
@@ -312,7 +298,7 @@ class _Function(TreeEditor):
             rows = elements(shape)[0] if known else quoted("shape[0]", shape=shape)
             given = [ast.keyword("pred", predicate(made, rows)), *given]
         value, target = self.visit(changed(made, keywords=given)), self._written(dst)
-        if name == "nc_matmul" and is_summed(self.functions, self.name, root(dst)):
+        if name == "nc_matmul":
             return ast.AugAssign(target, ast.Add(), value)
         return ast.Assign([target], value)
 
