@@ -15,6 +15,7 @@ from typing import Any
 
 from nmm_compiler.kernels.number_formats import FP8
 from nmm_compiler.kernels.packed_formats import MX, PackedFormat
+from nmm_compiler.kernels.pieces.weight_plan import WeightPlan
 from nmm_compiler.kernels.tiling import STRIDED, tiles
 from nmm_compiler.records import Record
 
@@ -34,48 +35,29 @@ OPS = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Weight(Record):
+class Weight(WeightPlan, Record):
     """A matrix [k, n] in HBM, and how it arrives in SBUF; k 0 for none.
 
     name: of the operand. format: its number format where it is not that of the layer, as of plain
     factors beside an fp8 weight. layout: "row" as it multiplies, "col" stored [n, k], or one of
     RUNS, its rows as `rows_in_runs` says. cut: the dimension of which each of two cores has half,
-    -1 for none. A schedule sets the rest: order, which rows of the contraction share a partition;
-    load, how they get there; block, outputs in SBUF at a time; chunk, rows a load; group, tiles of
-    outputs that are summed together; down, tiles of tokens that are, where the weight moves; ahead,
-    a panel is loaded before the results of the one before it are stored; double_row, two tiles of
-    an fp8 contraction a pass; apart, from one output of a tile to the next; parts, of the
-    outputs of a panel, which lie on the partitions one behind another, so that more DMA engines
-    load them; few_sums, its sums are several at once.
+    -1 for none. apart, which a schedule sets: from one output of a tile to the next.
     """
 
     name: str = ""
-    k: int = 0
     n: int = 0
     format: str = ""
     layout: str = "row"
     cut: int = -1
-    order: str = "strided_rows"
-    load: str = "rows"
-    block: int = 128
-    chunk: int = 128
-    group: int = 1
-    down: int = 1
-    ahead: bool = False
-    double_row: bool = False
     apart: int = 1
-    parts: int = 1
-    few_sums: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mx_bytes", self.mx.bits // 2 if self.mx else 0)
 
     @property
     def mx(self) -> PackedFormat | None:
         """The format of a weight of MX blocks, None for any other."""
         return MX.get(self.format)
-
-    @property
-    def mx_bytes(self) -> int:
-        """The bytes of four elements of MX blocks, 0 for any other weight."""
-        return self.mx.bits // 2 if self.mx else 0
 
     @property
     def element(self) -> str:

@@ -16,9 +16,10 @@ from .loads_and_stores import turn_rows
 from .mx import quantize_strip
 from .new_tiles import copied, loaded
 from .project import project_few
-from .records import Block, Epilogue, Left, Panel, Result, Term, WeightPlan
+from .records import Block, Epilogue, Left, Panel, Result, Term
 from .scales_and_biases import load_columns, load_spread
 from .sums import load_panel, make_columns, make_rows
+from .weight_plan import WeightPlan
 
 
 def run_groups(out, source, groups, picks, operands, core, m, spec):

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import nki.language as nl
 
+from .weight_plan import WeightPlan
+
 
 @dataclass
 class Part(nl.NKIObject):
@@ -41,24 +43,6 @@ class Left(nl.NKIObject):
     left_scales: object = None
     p_sb: object = None
     v_sb: object = None
-
-
-@dataclass
-class WeightPlan(nl.NKIObject):
-    """The size of a weight, and how it arrives: fields of `Weight` in kernels/linear/layer.py."""
-
-    k: int
-    mx_bytes: int
-    parts: int
-    order: str
-    load: str
-    block: int
-    chunk: int
-    group: int
-    down: int
-    ahead: bool
-    double_row: bool
-    few_sums: bool
 
 
 @dataclass
