@@ -288,7 +288,7 @@ class AttentionSpec(KernelSpec):
 
     def laid(self, made: Iterable[Any]) -> Array:
         """Return y of all heads."""
-        return np.stack(list(made))
+        return np.concatenate(list(made)).reshape(self.outputs()[0].shape)
 
     def seen(self, first: int = 0, stop: int | None = None) -> Array:
         """Return [queries, context]: whether a query, from `first` to `stop`, sees a key."""
@@ -299,10 +299,12 @@ class AttentionSpec(KernelSpec):
         return np.asarray((back >= 0) & (back < (self.window or self.context)))
 
     def estimates(self, arrays: tuple[Array, ...], typical: bool) -> Iterator[Estimate]:
-        """Yield y of each head before it is stored; the weights of v are rounded once."""
+        """Yield y before it is stored, some queries of a head at a time; the weights of v are
+        rounded once."""
         check_arrays(self, arrays)
         q, k, v, *angles = arrays
         rope = np.asarray(angles[0], dtype=np.float64) if angles else np.empty(0)
+        rows = max(1, _REFERENCE_SCORES // self.context)
         for kv in range(self.groups):
             keys = np.asarray(k[kv], dtype=np.float64)
             right = Estimate(keys.T if self.k_layout == "col" else keys, 0.0, typical)
@@ -313,20 +315,12 @@ class AttentionSpec(KernelSpec):
                 left = Estimate(np.asarray(q[head], dtype=np.float64), 0.0, typical)
                 if self.rope != "none":
                     left = self._rotated(left, rope[:, -self.m :])
-                yield self._of_a_head(left, right, values)
-
-    def _of_a_head(self, q: Estimate, k: Estimate, v: Array) -> Estimate:
-        """Return y of a head and its error; the scores of some queries are held at a time."""
-        rows = max(1, _REFERENCE_SCORES // self.context)
-        errors, made = np.broadcast_to(q.error, q.value.shape), []
-        for first in range(0, self.m, rows):
-            stop = min(first + rows, self.m)
-            some = Estimate(q.value[first:stop], errors[first:stop], q.typical)
-            made.append(self._weighted(self._scores(some, k), v, self.seen(first, stop)))
-        y, errors = (
-            np.concatenate([getattr(one, of) for one in made]) for of in ("value", "error")
-        )
-        return Estimate(y, errors, q.typical)
+                errors = np.broadcast_to(left.error, left.value.shape)
+                for first in range(0, self.m, rows):
+                    stop = min(first + rows, self.m)
+                    some = Estimate(left.value[first:stop], errors[first:stop], typical)
+                    seen = self.seen(first, stop)
+                    yield self._weighted(self._scores(some, right), values, seen)
 
     def _rotated(self, x: Estimate, angles: Array) -> Estimate:
         """Return an exact x [tokens, d] rotated by cos and sin [2, tokens, d / 2], rounded once."""
