@@ -368,7 +368,7 @@ def candidates(layer: Layer, target: Target) -> Iterator[LinearSchedule]:
         x_ways, w_loads(layer, target), _blocks(layer, target), turns
     ):
         banks = target.psum_banks - 2 * ("tensor" in x_load or "tensor" in w_load or turned)
-        ranks = _ranks(rank, banks // tiles(min(m_block, layer.m), 512))
+        ranks = _ranks(rank, max(1, banks // tiles(min(m_block, layer.m), 512)))
         downs = (1,) if few or layer.down.n else (4, 1)
         for u_block, block, load_bytes, down in itertools.product(ranks, blocks, loads, downs):
             made = LinearSchedule(
@@ -422,8 +422,6 @@ def sizes_of_panels(whole: int, steps: tuple[int, ...]) -> list[int]:
 def _ranks(rank: int, most: int) -> list[int]:
     """Return panels of a first factor: about equal ones of one pass each, and all of it."""
     count = tiles(rank, 128)
-    if most < 1:
-        return []
     return list(dict.fromkeys((128 * tiles(count, tiles(count, most)), 128 * count)))
 
 
