@@ -221,7 +221,12 @@ class _Function(TreeEditor):
         self.bodies[node.name] = node
 
     def visit_For(self, node: ast.For) -> Any:
-        return self.generic_visit(changed(node, iter=_unrolled(node.iter)))
+        """Return a loop unrolled where Beta 1 compiles it, as in the current dialect.
+
+        Beta 1 takes Python's `range` as sequential_range, whose variable is no number.
+        """
+        unrolled = changed(node.iter, func=parsed("nl.static_range"))
+        return self.generic_visit(changed(node, iter=unrolled))
 
     def visit_Assign(self, node: ast.Assign) -> ast.stmt | None:
         """Return an assignment; that of a view is written out where the view is used."""
@@ -363,16 +368,6 @@ def _all_of_it(function: ast.FunctionDef) -> ast.expr | None:
         return ast.Call(value.func, [], ends) if plain else None
     view = isinstance(value, ast.Subscript) or called(value).rpartition(".")[2] in METHODS
     return value if isinstance(only, ast.Return) and view else None
-
-
-def _unrolled(iterator: Any) -> Any:
-    """Return what a loop is over, unrolled where Beta 1 compiles it, as in the current dialect.
-
-    Beta 1 takes Python's `range` as sequential_range, whose variable is no number.
-    """
-    if called(iterator) != "range":
-        return iterator
-    return changed(iterator, func=parsed("nl.static_range"))
 
 
 def _with_lists(body: Block) -> list[ast.stmt]:
