@@ -216,13 +216,11 @@ class CorrectedMLPSpec(CorrectedSpec):
         return [(k, n, r, name) for (k, n, name), r in zip(sizes, ranks, strict=True)]
 
     def _layer(self) -> dict[str, Any]:
-        inner = {"layout": "col" if self.down else self.out_layout}
+        layout = "col" if self.down else self.out_layout
         gate, up, *down = self._linears()
-        made: dict[str, Any] = {"combine": MULTIPLY}
-        made["linears"] = (
-            self._one(gate, False, activation=self.activation, **inner),
-            self._one(up, False, **inner),
+        both = (
+            self._one(gate, False, activation=self.activation, layout=layout),
+            self._one(up, False, layout=layout),
         )
-        if down:
-            made["down"] = self._one(down[0], False, layout=self.out_layout)
-        return made
+        last = self._one(down[0], False, layout=self.out_layout) if down else Linear()
+        return {"linears": both, "combine": MULTIPLY, "down": last}

@@ -314,8 +314,8 @@ class GatedMLPUpSpec(LinearSpec):
 
     def _layer(self) -> dict[str, Any]:
         gate, up, *down = map(self._linear, self.branches)
-        made: dict[str, Any] = {"linears": (gate, up), "combine": MULTIPLY}
-        return made | ({"down": down[0]} if down else {})
+        last = down[0] if down else Linear()
+        return {"linears": (gate, up), "combine": MULTIPLY, "down": last}
 
     def short(self) -> str:
         """Return family, sizes, ranks and dtype."""
