@@ -94,8 +94,6 @@ class Step(nl.NKIObject):
 class Patch(nl.NKIObject):
     """A patch of a panel: `height` tiles of tokens from `top` on, `width` outputs from `left`."""
 
-    n0: int
-    columns: int
     top: int
     height: int
     left: int

@@ -200,12 +200,12 @@ def make_rows(
         height = min(panel.down, m_tiles - top)
         for left in range(0, panel.columns, 512 * panel.group):
             width = min(512 * panel.group, panel.columns - left)
-            patch = Patch(panel.n0, panel.columns, top, height, left, width)
+            patch = Patch(top, height, left, width)
             across = (width + 511) // 512
             residuals = []
             if result.has_residual:
                 for a in range(height):
-                    residuals.append(load_residual(result, patch, a, at))
+                    residuals.append(load_residual(result, panel, patch, a, at))
             sums = []
             for _ in range(height * across):
                 sums.append(
@@ -216,9 +216,9 @@ def make_rows(
                     )
                 )
             if first.plan.k > 0:
-                sum_rows(sums, first_tiles, first, patch, at, False)
+                sum_rows(sums, first_tiles, first, panel, patch, at, False)
             if second.plan.k > 0:
-                sum_rows(sums, second_tiles, second, patch, at, first.plan.k > 0)
+                sum_rows(sums, second_tiles, second, panel, patch, at, first.plan.k > 0)
             for a in range(height):
                 ms = 128 * (top + a)
                 mw = min(128, at.tokens - ms)
@@ -241,18 +241,18 @@ def make_rows(
                     move(rows, y_sb, result.own_queue)
 
 
-def load_residual(result: Result, patch: Patch, a, at: Block):
+def load_residual(result: Result, panel: Panel, patch: Patch, a, at: Block):
     """Return the residual of a tile of tokens of a patch, loaded before the patch's weights."""
     ms = 128 * (patch.top + a)
     mw = min(128, at.tokens - ms)
-    first = patch.n0 + patch.left
+    first = panel.n0 + patch.left
     tile = nl.ndarray((mw, patch.width), dtype=result.out.dtype, buffer=nl.sbuf)
     rows = result.residual[at.m0 + ms : at.m0 + ms + mw, first : first + patch.width]
     nisa.dma_copy(dst=tile, src=rows)
     return tile
 
 
-def sum_rows(sums, tiles, term: Term, patch: Patch, at: Block, begun):
+def sum_rows(sums, tiles, term: Term, panel: Panel, patch: Patch, at: Block, begun):
     """Add s w of a patch to its sums; tokens stationary, weights moving.
 
     One sum takes all of a chunk, then the next does: the first leaves PSUM before the last is done.
@@ -261,14 +261,14 @@ def sum_rows(sums, tiles, term: Term, patch: Patch, at: Block, begun):
     for k0 in range(0, term.plan.k, term.plan.chunk):
         rows = min(term.plan.chunk, term.plan.k - k0)
         if patch.top + patch.left == 0 and not term.plan.ahead:
-            if patch.n0 == 0 and term.left.how != "none":
+            if panel.n0 == 0 and term.left.how != "none":
                 load_left(term, k0, at)
-            tiles.append(load_chunk(term, k0, patch.n0, patch.columns))
+            tiles.append(load_chunk(term, k0, panel.n0, panel.columns))
         w_sb = tiles[k0 // term.plan.chunk]
         tile = k0 // 128
         pairs = rows // 256 if term.plan.double_row else 0
         if patch.top + patch.left == 0 and term.plan.mx_bytes > 0:
-            move_scales(w_sb, rows, term.plan.mx_bytes, patch.columns)
+            move_scales(w_sb, rows, term.plan.mx_bytes, panel.columns)
         for a in range(patch.height):
             ms = 128 * (patch.top + a)
             mw = min(128, at.tokens - ms)
@@ -279,7 +279,7 @@ def sum_rows(sums, tiles, term: Term, patch: Patch, at: Block, begun):
                     even = mw + mw % 2
                     add_mx_rows(
                         sums[a * across + b][0:even, 0:nw], w_sb, k0, rows, ns, ms, term,
-                        patch.columns, begun,
+                        panel.columns, begun,
                     )  # fmt: skip
                 else:
                     for pair in range(pairs):
