@@ -108,11 +108,6 @@ class AttentionSpec(KernelSpec):
             )
         if self.rope != "none" and self.d % 2:
             raise SpecError(f"attention: rope pairs elements, and d is {self.d}; pass an even d")
-        if self.rope != "none" and self.m > self.context:
-            raise ShapeError(
-                f"attention: rope takes the queries as the last of the context, and {self.m} are "
-                f"more than {self.context} keys; rotate q before the call"
-            )
         if self.rope == "qk" and self.k_layout == "col":
             raise SpecError(
                 "attention: rope 'qk' rotates keys [context, d], and k_layout is 'col'; a cache "
@@ -120,10 +115,11 @@ class AttentionSpec(KernelSpec):
             )
 
     def _check_mask(self) -> None:
-        if self.causal and self.m > self.context:
+        if (self.causal or self.rope != "none") and self.m > self.context:
             raise ShapeError(
-                f"attention: causal queries are the last of the context, and {self.m} are more "
-                f"than {self.context} keys; set causal to False or pass all keys"
+                f"attention: with causal {self.causal} and rope {self.rope!r} the queries are the "
+                f"last of the context, and {self.m} are more than {self.context} keys; pass all "
+                "keys, or set causal to False and rotate q before the call"
             )
         if self.window < 0 or not self.scale or self.scale <= 0:
             raise SpecError(
