@@ -43,6 +43,7 @@ from nmm_compiler.codegen.beta1.views import (
     number,
     predicate,
     quoted,
+    same,
     subscript,
 )
 from nmm_compiler.codegen.printed import printed
@@ -360,14 +361,25 @@ def _all_of_it(function: ast.FunctionDef) -> ast.expr | None:
     names = {called(node) for node in nodes(function)} - {""}
     if names == {"nl.ndarray", "nisa.register_store"}:
         return name(parameter_names(function)[0])
-    only = only_statement(function.body)
+    copy, only = _copy_of(function.body), only_statement(function.body)
+    if copy is not None:
+        return copy
     value: Any = getattr(only, "value", None)
-    if called(value) == "nisa.dma_copy":  # without its queue, which is the compiler's choice
-        ends = [end for end in value.keywords if end.arg in ("dst", "src")]
-        plain = all(isinstance(end.value, (ast.Name, ast.Subscript)) for end in ends)
-        return ast.Call(value.func, [], ends) if plain else None
     view = isinstance(value, ast.Subscript) or called(value).rpartition(".")[2] in METHODS
     return value if isinstance(only, ast.Return) and view else None
+
+
+def _copy_of(body: Block) -> ast.Call | None:
+    """Return the DMA that a block is, without its queue, which is the compiler's choice, so that
+    copies in several queues are one."""
+    only = only_statement(body)
+    if isinstance(only, ast.If):
+        one, other = _copy_of(only.body), _copy_of(only.orelse)
+        return one if one and other and same(one, other) else None
+    value: Any = getattr(only, "value", None)
+    ends = [end for end in getattr(value, "keywords", ()) if end.arg in ("dst", "src")]
+    plain = all(isinstance(end.value, (ast.Name, ast.Subscript)) for end in ends)
+    return ast.Call(value.func, [], ends) if plain and called(value) == "nisa.dma_copy" else None
 
 
 def _with_lists(body: Block) -> list[ast.stmt]:
