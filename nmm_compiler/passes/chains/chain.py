@@ -86,11 +86,11 @@ class Stage:
 
 def gathered(node: Any) -> tuple[Any, ...] | None:
     """Return (weights, index) of a node that gathers weights along their first axis."""
-    name, args = (target_name(node), node.args) if isinstance(node, fx.Node) else ("", ())
-    if name == "getitem" and isinstance(args[1], fx.Node):
-        return tuple(args)
-    chosen = name == "index_select" and len(args) == 3 and args[1] == 0
-    return tuple(args[::2]) if chosen else None
+    name = target_name(node)
+    if name == "getitem" and isinstance(node.args[1], fx.Node):
+        return tuple(node.args)
+    chosen = name == "index_select" and len(node.args) == 3 and node.args[1] == 0
+    return tuple(node.args[::2]) if chosen else None
 
 
 def _features(labels: Sequence[Atom]) -> tuple[int, dict[int, Atom]]:

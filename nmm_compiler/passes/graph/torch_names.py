@@ -96,11 +96,14 @@ _SYNONYMS = {
 }
 
 
-def target_name(node: fx.Node) -> str | None:
-    """Return the canonical name of what the node calls, None for an unknown Python callable.
+def target_name(node: Any) -> str | None:
+    """Return the canonical name of what a node calls, None for an unknown Python callable and for
+    what is no node.
 
     Operators outside ATen and prims keep their namespace: "nmm::lowrank_matmul".
     """
+    if not isinstance(node, fx.Node):
+        return None
     target: Any = node.args[1] if node.target is getattr else node.target
     if node.op == "call_method" or node.target is getattr:
         return _SYNONYMS.get(str(target), str(target))

@@ -51,8 +51,9 @@ from nmm_compiler.passes.graph.canonical import (
     Scale,
     dtype_name,
 )
+from nmm_compiler.passes.graph.torch_names import target_name
 from nmm_compiler.passes.rules.base import KernelRule, Match
-from nmm_compiler.passes.rules.experts import counted_from_end, name_of
+from nmm_compiler.passes.rules.experts import counted_from_end
 from nmm_compiler.passes.rules.lowrank import products_at
 
 
@@ -86,11 +87,11 @@ class Adapters(KernelRule):
 
     def pattern(self, graph: Canonical, node: Any) -> Iterator[Any]:
         """Propose linears whose rows are written, and sums of a linear and another value."""
-        if name_of(node) == "linear" and any(map(_writes_rows, node.users)):
+        if target_name(node) == "linear" and any(map(_writes_rows, node.users)):
             yield node, node, None
         form = graph.forms.get(node)
         for base, more in form.orders if isinstance(form, Add) else ():
-            if name_of(graph.base(base)[0]) == "linear" and graph.is_whole(base):
+            if target_name(graph.base(base)[0]) == "linear" and graph.is_whole(base):
                 yield node, graph.base(base)[0], more
 
     def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
@@ -185,7 +186,7 @@ def _flat(
 
 def _writes_rows(user: Any) -> bool:
     """Return whether a user writes chosen rows of what it uses."""
-    return name_of(user) == "setitem_" and isinstance(user.args[1], (list, tuple))
+    return target_name(user) == "setitem_" and isinstance(user.args[1], (list, tuple))
 
 
 def _by_rows(graph: Canonical, linear: Any, plain: list[Any]) -> _Call | Refusal | None:
@@ -217,10 +218,10 @@ def _by_rows(graph: Canonical, linear: Any, plain: list[Any]) -> _Call | Refusal
 def _branch(graph: Canonical, base: Any, x: Any, write: Any, nodes: set[fx.Node]) -> Chain | None:
     """Return the chain of one adapter, as one write ends it; add the nodes that compute it."""
     target, rows, total = write.args[:3]
-    if name_of(total) not in ("add", "add_") or total.kwargs or target is not base:
+    if target_name(total) not in ("add", "add_") or total.kwargs or target is not base:
         return None
     before, added = total.args
-    read = name_of(before) == "getitem" and tuple(before.args) == (base, rows)
+    read = target_name(before) == "getitem" and tuple(before.args) == (base, rows)
     if not read or not all(isinstance(row, int) for row in rows):
         return None
     chain = read_projection(graph, graph.uncast(added)) if isinstance(added, fx.Node) else None
@@ -229,7 +230,7 @@ def _branch(graph: Canonical, base: Any, x: Any, write: Any, nodes: set[fx.Node]
     part: Any = graph.uncast(chain.first.x)
     of_x, of_y = chain.first.x_dims, chain.out_dims
     straight = of_x[:-1] == of_y[:-1] and is_whole_feature(of_x[-1], chain.u.k)
-    straight = straight and is_whole_feature(of_y[-1], chain.n) and name_of(part) == "getitem"
+    straight = straight and is_whole_feature(of_y[-1], chain.n) and target_name(part) == "getitem"
     if not straight or not _number(chain) or tuple(part.args) != (x, rows):
         return None
     nodes |= {write, total, before, part, *covered(graph, added, [part, *chain.weights])}

@@ -337,8 +337,7 @@ def _halves_are_equal(c: Canonical, key: Key) -> bool:
 
 def _region_of(c: Canonical, node: Any) -> tuple[Canonical, Key] | None:
     """Return the graph and the value in it that a node takes out of a call, as under no_grad."""
-    taken = isinstance(node, fx.Node) and target_name(node) == "getitem"
-    call: Any = node.args[0] if taken else None
+    call: Any = node.args[0] if target_name(node) == "getitem" else None
     if not str(getattr(call, "target", "")).startswith("wrap_with_set_grad"):
         return None
     body = fetch_attribute(c.module, str(call.args[1].target))

@@ -76,11 +76,6 @@ class NotExpertsError(Exception):
     """The pattern ends here: nothing to refuse."""
 
 
-def name_of(value: Any) -> str | None:
-    """Return the canonical name of what a node calls, None for what is no node."""
-    return target_name(value) if isinstance(value, fx.Node) else None
-
-
 # -- the forms ----------------------------------------------------------------------------------
 # Numbers have names: each stands for one number. `function` is what stands between the products.
 
@@ -149,7 +144,7 @@ def _traced(form: Callable[..., Any], *said: Any) -> fx.Node:
 def _said(graph: Canonical | None, node: fx.Node) -> tuple[str, list[Any]]:
     """Return what a node does, with the names of its keywords, and to what; graph: of no form."""
     said = {keyword: value for keyword, value in node.kwargs.items() if value is not None}
-    name, args = name_of(node) or "", tree_leaves((node.args, said))
+    name, args = target_name(node) or "", tree_leaves((node.args, said))
     if name == "mT":
         args += [-2, -1]
     name = _ONE_NAME.get(name, name)
@@ -170,7 +165,7 @@ def _agrees(graph: Canonical, own: Any, value: Any, values: dict[str, Any]) -> b
         return bool(values.setdefault(own, value) == value)
     if not isinstance(own, fx.Node):
         return bool(own == value)
-    while own.op != "placeholder" and name_of(value) in _CASTS:
+    while own.op != "placeholder" and target_name(value) in _CASTS:
         values["casts"] = (*values.get("casts", ()), value)
         value = value.args[0]
     if own.name in values:
@@ -182,14 +177,14 @@ def _agrees(graph: Canonical, own: Any, value: Any, values: dict[str, Any]) -> b
         return True
     if own.target == "written":
         values["writes"] = writes = [one for one in value.users if one in graph.effects.writers]
-        _require(len(writes) == 1 and name_of(writes[0]) == "setitem_")
+        _require(len(writes) == 1 and target_name(writes[0]) == "setitem_")
         pairs = zip(own.args, writes[0].args, strict=True)
         return all(_agrees(graph, *pair, values) for pair in pairs)
     if own.target == "function":
         between, ends = [value], set[fx.Node]()
         for one in (n for node in between for n in node.all_input_nodes):
             tried = dict(values)
-            if name_of(one) not in _CASTS and _agrees(graph, own.args[0], one, tried):
+            if target_name(one) not in _CASTS and _agrees(graph, own.args[0], one, tried):
                 ends.add(one)
                 values |= tried
             elif one not in between:
@@ -245,9 +240,10 @@ class Experts(KernelRule):
 
     def pattern(self, graph: Canonical, node: Any) -> Iterator[Any]:
         """Propose sums over the picks of tokens or over experts, and beginnings of loops."""
-        summed = name_of(node) == "sum" and not set(node.kwargs) - {"dim"} and len(node.args) <= 2
+        name = target_name(node)
+        summed = name == "sum" and not set(node.kwargs) - {"dim"} and len(node.args) <= 2
         summed = summed and _given(node, 1, "dim") in (0, [0], (0,), 1, [1], (1,))
-        if summed or _begins_loop(node) or name_of(node) == _OWN:
+        if summed or _begins_loop(node) or name == _OWN:
             yield node
 
     def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
@@ -287,14 +283,14 @@ class Experts(KernelRule):
 
         match = Match(self.name, node, frozenset(inner), data=mixture)
         priced = self.priced(graph, match, spec)
-        return match if name_of(node) == _OWN and "predicted" in match.info else priced
+        return match if target_name(node) == _OWN and "predicted" in match.info else priced
 
     def _read(self, graph: Canonical, node: Any) -> _Mixture | Refusal:
         """Return the mixture that ends at a node; NotExpertsError where there is none.
 
         A call that the model makes itself is one, whatever its weights are stored as.
         """
-        if name_of(node) == _OWN:
+        if target_name(node) == _OWN:
             return _Mixture(EXPERTS.bound(node.args, node.kwargs))
         by_pick = _given(node, 1, "dim") in (1, [1], (1,))
         mixture, values = _of_picks(graph, node) if by_pick else _of_all(graph, node)
@@ -304,7 +300,7 @@ class Experts(KernelRule):
             why = "the function between the products of the experts is no gated product"
             return Refusal("no_kernel", why, values["function"][-1])
         dtypes = [graph.dtype(mixture.given[name]) for name in ("x", "gate_up", "down")]
-        casts = {name_of(one) == "to" and graph.dtype(one) for one in real_users(node)}
+        casts = {target_name(one) == "to" and graph.dtype(one) for one in real_users(node)}
         rounds = graph.dtype(node) == dtypes[0] or casts == {dtypes[0]}
         if len({*dtypes}) > 1 or not rounds:
             why = (
@@ -334,7 +330,7 @@ class Experts(KernelRule):
             index = editor.call(aten.clamp.default, index, 0)
             elsewhere = editor.call(aten.ge.Scalar, index, groups)
             index = editor.call(aten.masked_fill.Scalar, index, elsewhere, -1)
-        elif not (name_of(old) == _OWN or _is_top_k(index)):
+        elif not (target_name(old) == _OWN or _is_top_k(index)):
             index = counted_from_end(editor, index, groups)
         given = mixture.given | {"x": x, "index": index, "gates": gates}
         new = editor.kernel(EXPERTS.name, given)
@@ -352,16 +348,16 @@ def counted_from_end(editor: Editor, index: Any, groups: Any) -> fx.Node:
 
 def _is_top_k(index: Any) -> bool:
     """Return whether an index is that of `topk`, which is never negative."""
-    return name_of(index) == "getitem" and name_of(index.args[0]) == "topk"
+    return target_name(index) == "getitem" and target_name(index.args[0]) == "topk"
 
 
 def _begins_loop(node: Any) -> bool:
     """Return whether a node asks which experts some token chose, as loops over experts do."""
-    if name_of(node) not in ("gt", "greater") or node.args[1] != 0:
+    if target_name(node) not in ("gt", "greater") or node.args[1] != 0:
         return False
     counts = node.args[0]
-    mask: Any = counts.args[0] if name_of(counts) == "sum" else None
-    return name_of(mask) == "permute" and name_of(mask.args[0]) == "one_hot"
+    mask: Any = counts.args[0] if target_name(counts) == "sum" else None
+    return target_name(mask) == "permute" and target_name(mask.args[0]) == "one_hot"
 
 
 def _of_picks(graph: Canonical, node: Any) -> tuple[_Mixture, dict[str, Any]]:
@@ -409,7 +405,7 @@ def _of_all(graph: Canonical, node: Any) -> tuple[_Mixture, dict[str, Any]]:
 def _sparse(scores: Any) -> fx.Node:
     """Return the index of the experts whose scores are not 0; those are the largest of a row."""
     node, wanted = _behind(scores, _CASTS), 0.0
-    if name_of(node) == "sigmoid":
+    if target_name(node) == "sigmoid":
         node, wanted = _behind(node.args[0], _CASTS), -math.inf
     given = _named(node, ("scatter", "scatter_"))
     into, index = given.args[0], _given(given, 2, "index")
@@ -417,7 +413,7 @@ def _sparse(scores: Any) -> fx.Node:
     _require(not set(given.kwargs) - {"dim", "index", "src"} and len(given.args) <= 4)
     fill = (
         0.0
-        if name_of(into) in ("zeros", "zeros_like")
+        if target_name(into) in ("zeros", "zeros_like")
         else _named(into, ("full", "full_like")).args[1]
     )
     _require(fill == wanted and _given(given, 1, "dim") in (1, -1))
@@ -437,13 +433,13 @@ def _require(condition: bool) -> None:
 
 def _named(node: Any, names: Any) -> Any:
     """Return a node that calls one of these operations; NotExpertsError for any other value."""
-    _require(name_of(node) in names)
+    _require(target_name(node) in names)
     return node
 
 
 def _behind(node: Any, names: Any) -> Any:
     """Return the value behind calls of these operations."""
-    while name_of(node) in names:
+    while target_name(node) in names:
         node = node.args[0]
     return node
 
@@ -458,7 +454,7 @@ def _function(
     """
     kept = (graph.dtype(start), torch.float32)
     for node in nodes:
-        name = name_of(node)
+        name = target_name(node)
         known = name in _OF_ELEMENTS or (name in _CASTS and graph.dtype(node) in kept)
         if not known or node in graph.effects.writers:
             return None
@@ -467,11 +463,11 @@ def _function(
     try:
         for node in sorted(nodes, key=graph.effects.position.__getitem__):
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-            values[node] = args[0] if name_of(node) in _CASTS else applied(node, args, kwargs)
+            values[node] = args[0] if target_name(node) in _CASTS else applied(node, args, kwargs)
     except (TypeError, RuntimeError, KeyError, AttributeError):
         return None
     kinds = ("clamp", "clamp_max", "clip"), ("mul",), ("add",)
-    numbers = (_numbers([n for n in nodes if name_of(n) in names]) for names in kinds)
+    numbers = (_numbers([n for n in nodes if target_name(n) in names]) for names in kinds)
     return said_of(sample, values[last], *numbers)
 
 
