@@ -131,7 +131,7 @@ def opportunities(c: Canonical, covered: set[fx.Node]) -> list[Opportunity]:
         (data, _), (weight, _) = form.orders[not rhs]
         if c.is_constant(data) or not c.is_constant(weight) or _looked_up(owner_of(weight)):
             continue
-        stage = read_stage(c, key, form, rhs)
+        stage = read_stage(c, key, form, rhs, False)
         if isinstance(stage, Refusal):
             continue
         k, n = stage.weight.k, stage.weight.n

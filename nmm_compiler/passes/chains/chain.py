@@ -102,8 +102,9 @@ def _features(labels: Sequence[Atom]) -> tuple[int, dict[int, Atom]]:
     return inner, parts
 
 
+@once
 def read_stage(
-    c: Canonical, key: Key, form: Product, weight_is_rhs: bool, computed: bool = False
+    c: Canonical, key: Key, form: Product, weight_is_rhs: bool, computed: bool
 ) -> Stage | Refusal:
     """Read a product as data times weight, with the weight on the given side.
 
@@ -250,6 +251,7 @@ Trace = tuple[Walk, Product] | tuple[Walk, Refusal]
 """Where a walk ended, and the product there or why it went no further."""
 
 
+@once
 def trace_back(c: Canonical, start: Key) -> Trace:
     """Walk from a value to the product that made it."""
     return trace_on(c, Walk(*c.base(start)))
@@ -434,7 +436,7 @@ def read_chain(c: Canonical, key: Key, form: Product, also: str = "") -> Chain |
         if not _may_be_factor(c, weight, also):
             refusal = refusal or _not_constant(c, inner, weight, data)
             continue
-        second = read_stage(c, key, form, weight_is_rhs, computed=bool(also))
+        second = read_stage(c, key, form, weight_is_rhs, bool(also))
         if isinstance(second, Refusal):
             refusal = second if isinstance(inner, Product) else refusal
             continue
@@ -446,7 +448,7 @@ def read_chain(c: Canonical, key: Key, form: Product, also: str = "") -> Chain |
             mixed = Refusal("shape", "a product of two activations between the products", walk.key)
             refusal = _worth_telling(c, walk, second, mixed) or refusal
             continue
-        chain = join_stages(c, second, walk, inner, computed=bool(also))
+        chain = join_stages(c, second, walk, inner, bool(also))
         if isinstance(chain, Chain):
             return chain if _may_be_factor(c, chain.u.key, also) else refusal
         refusal = chain
@@ -526,7 +528,7 @@ def is_low(c: Canonical, form: Product, second: Stage) -> bool:
 
 
 def join_stages(
-    c: Canonical, second: Stage, walk: Walk, inner: Product, computed: bool = False
+    c: Canonical, second: Stage, walk: Walk, inner: Product, computed: bool
 ) -> Chain | Refusal:
     """Join a second stage with the product behind it, if features meet features."""
     contracted, _ = axes_over(second, walk.dims)
@@ -604,7 +606,8 @@ def read_with_function(
     function = c.forms[walk.key]
     if not isinstance(function, kind) or not _has_kernel(function) or walk.steps:
         return None
-    second, inside = read_stage(c, key, form, weight_is_rhs), walk.to(c, operands(function)[0])
+    second = read_stage(c, key, form, weight_is_rhs, False)
+    inside = walk.to(c, operands(function)[0])
     if isinstance(second, Refusal) or inside is None:
         return None
     if isinstance(function, Norm) and axes_over(second, walk.dims)[0] != c.whole(walk.key)[-1]:
@@ -612,7 +615,7 @@ def read_with_function(
     walk, first = trace_on(c, inside)
     if not isinstance(first, Product) or not is_low(c, first, second):
         return None
-    chain = join_stages(c, second, walk, first)
+    chain = join_stages(c, second, walk, first, False)
     if isinstance(chain, Refusal):
         return chain
     if isinstance(function, DeviceSum):
@@ -711,7 +714,7 @@ def read_projection(c: Canonical, key: Key, also: str = "") -> Chain | None:
     chain = read_chain(c, walk.key, form, also)
     if not isinstance(chain, Chain) or too_wide(c, chain):
         of_rhs = c.is_weight(form.rhs)  # x is on the left where both may be
-        stage = read_stage(c, walk.key, form, of_rhs)
+        stage = read_stage(c, walk.key, form, of_rhs, False)
         if isinstance(stage, Refusal) or part_of_one(stage.x) is not None:
             return None
         chain = Chain(stage, None, (), walk.key, stage.out_dims)

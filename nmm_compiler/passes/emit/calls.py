@@ -306,7 +306,7 @@ class Lowering(Editor):
 
 def without_data(value: Any) -> Any:
     """Return a plain tensor without its data, a symbolic size as 1; any other value as it is."""
-    if type(value) not in PLAIN:
+    if type(value) not in PLAIN or (type(value) is torch.Tensor and value.is_meta):
         return value
     sizes = [size if isinstance(size, int) else 1 for size in value.shape]
     return torch.empty(sizes, dtype=value.dtype, device="meta")

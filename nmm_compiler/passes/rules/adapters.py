@@ -248,7 +248,7 @@ def _gathered(graph: Canonical, base: Any, more: Key, plain: list[Any]) -> _Call
     x, (product, form) = plain[0], next(products_at(graph, base))
     key, gains = _without_gains(graph, more)
     chain = read_projection(graph, key, "gathered")
-    own = read_stage(graph, product, form, True, computed=True)
+    own = read_stage(graph, product, form, True, True)
     if chain is None or chain.second is None or isinstance(own, Refusal):
         return None
     between = [graph.base(s.key)[0] for s in chain.middle if s.kind == "gain" and s.key]

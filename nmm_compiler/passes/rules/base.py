@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,11 +23,15 @@ from nmm_compiler.records import Record
 def module_path(node: fx.Node) -> str:
     """Return the path of the module that a node was traced from, as far as metadata says."""
     stack = node.meta.get("nn_module_stack")
-    if stack:
-        path = re.sub(r"L\['(self|fn)'\]\.?", "", str(list(stack.values())[-1][0]))
-        path = re.sub(r"__dict__\['_modules'\]\['(\w+)'\]", r"\1", path)
-        return re.sub(r"(\w)\[['\"]?(\w+)['\"]?\]", r"\1.\2", path).strip(".")
-    return ""
+    return _readable(str(list(stack.values())[-1][0])) if stack else ""
+
+
+@functools.lru_cache(maxsize=1024)
+def _readable(path: str) -> str:
+    """Return Dynamo's path of a module as the model's attributes name it."""
+    path = re.sub(r"L\['(self|fn)'\]\.?", "", path)
+    path = re.sub(r"__dict__\['_modules'\]\['(\w+)'\]", r"\1", path)
+    return re.sub(r"(\w)\[['\"]?(\w+)['\"]?\]", r"\1.\2", path).strip(".")
 
 
 def source_line(node: fx.Node) -> str:
