@@ -18,7 +18,7 @@ from nmm_compiler.passes.chains.chain import is_whole_feature
 from nmm_compiler.passes.chains.safety import readings, real_users
 from nmm_compiler.passes.emit.calls import Call, source_over_raw
 from nmm_compiler.passes.graph import views
-from nmm_compiler.passes.graph.canonical import Canonical, Key, owner_of
+from nmm_compiler.passes.graph.canonical import Canonical, Key
 from nmm_compiler.passes.graph.read_graph import TURNED
 from nmm_compiler.passes.graph.torch_names import target_name
 from nmm_compiler.passes.graph.views import Dims
@@ -29,17 +29,14 @@ LAYOUT = "layout"
 
 
 def assign_layouts(c: Canonical, matches: list[Match]) -> None:
-    """Choose x_layout and out_layout of every call.
+    """Choose out_layout of every call, and let those that read a turned result read it so.
 
-    Raises ValueError where they do not agree: a call that reads [features, tokens] gets such a
-    result.
+    Raises ValueError for a result that is turned and that no kernel makes alone.
     """
     matches = [match for match in matches if isinstance(match.data, Call)]
     calls: list[Call] = [match.data for match in matches]
     readers: dict[Key, list[Match]] = {}
     for match, call in zip(matches, calls, strict=True):
-        for one in (call, *call.members) if call.source.is_col() else ():
-            one.x_layout = "col"
         readers.setdefault(c.base(call.source.key)[0], []).append(match)
     for match, call in zip(matches, calls, strict=True):
         if call.is_whole and call.final not in readers:
@@ -49,11 +46,7 @@ def assign_layouts(c: Canonical, matches: list[Match]) -> None:
         for result in call.results() if call.is_whole else ():
             with c.faults.guard("laying out", result.final, LAYOUT):
                 _decide(c, result, readers.get(result.final, []))
-    turned = {one.final for call in calls for one in call.results() if one.out_layout == "col"}
     for call in calls:
-        given = call.source.is_col() or owner_of(c.base(call.source.key)[0]) in turned
-        if call.x_layout == "col" and not given:
-            raise ValueError(f"{call.final.name} reads x as the transpose that nothing makes")
         if call.out_layout == "col" and not call.is_whole:
             raise ValueError(f"{call.final.name} is turned, and changed outside of its kernel")
 
@@ -71,7 +64,6 @@ def _decide(c: Canonical, result: Call, readers: list[Match]) -> None:
             reader.turned = True
             for one in (reader, *reader.members):  # each has token axes of its own
                 one.source = source_over_raw(c, result, one.source) or one.source
-                one.x_layout = "col"
 
 
 def is_col(dims: Dims, n: int) -> bool:
@@ -101,14 +93,9 @@ def _absorb_transpose(c: Canonical, match: Match) -> None:
             return
 
 
-def transposes(node: fx.Node) -> bool:
-    """Return whether a node transposes what it reads."""
-    return target_name(node) in TURNED
-
-
 def count_transposes(c: Canonical) -> int:
     """Return the transposes in a graph that move an activation's data."""
-    return sum(_moves_data(c, node) for node in c.graph.nodes if transposes(node))
+    return sum(_moves_data(c, node) for node in c.graph.nodes if target_name(node) in TURNED)
 
 
 def _moves_data(c: Canonical, node: fx.Node) -> bool:

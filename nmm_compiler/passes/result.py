@@ -27,8 +27,8 @@ from nmm_compiler.passes.chains.chain import read_stage
 from nmm_compiler.passes.chains.safety import Refusal
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import Canonical, dtype_name, owner_of
+from nmm_compiler.passes.graph.read_graph import TURNED
 from nmm_compiler.passes.graph.torch_names import target_name
-from nmm_compiler.passes.layout import transposes
 from nmm_compiler.passes.reproduce import reproducer
 from nmm_compiler.passes.rules.base import Declined, Match, module_path
 from nmm_compiler.passes.rules.lowrank import products_at
@@ -177,7 +177,7 @@ def _picture(module: fx.GraphModule, path: str, names: set[str], kind: str, when
             node.name,
             _what(node),
             tuple(n.name for n in node.all_input_nodes),
-            "transpose" if transposes(node) else kind if node.name in names else "",
+            "transpose" if target_name(node) in TURNED else kind if node.name in names else "",
         )
         for node in shown[:_MOST_NODES]
     ]  # fmt: skip

@@ -196,16 +196,16 @@ def _match_twice(matches):
     return [*matches, dataclasses.replace(matches[0], rule="shared_x")]
 
 
-def _read_a_transpose_of_nothing(graph, match):
-    match.data.x_layout = "col"
+def _turn_what_is_changed_outside(graph, match):
+    match.data.out_layout, match.data.rounded = "col", True
 
 
 # What a step may get wrong, and the words of the check that finds it.
 WRONG = {
     "combine": (SharedX, "combine", lambda rule, graph, matches: _match_twice(matches),
                 "both take over node"),
-    "layout": (layout, "_absorb_transpose", _read_a_transpose_of_nothing,
-               "the transpose that nothing makes"),
+    "layout": (layout, "_absorb_transpose", _turn_what_is_changed_outside,
+               "is turned, and changed outside"),
     "emit": (calls.Call, "finish", lambda call, editor, y: editor.call(torch.Tensor.double, y),
              r"is torch.float64 .* in place of"),
 }  # fmt: skip

@@ -314,7 +314,7 @@ def without_data(value: Any) -> Any:
 
 @dataclass
 class Call:
-    """A kernel call: its chains, source and result. Layouts are "row" until `layout` assigns them.
+    """A kernel call: its chains, source and result. out_layout is "row" until `layout` assigns it.
 
     op: of plain weights, see `op_name`. activation: of the result of one chain, or of the gate of
     several. members: the calls of one chain each that this is in place of. format: of dense weights
@@ -334,7 +334,6 @@ class Call:
     format: str = ""
     rounded: Scaled | None = None
     note: str = ""
-    x_layout: str = "row"
     out_layout: str = "row"
     turned: bool = False
     said: dict[str, Any] = field(default_factory=dict)
@@ -383,6 +382,11 @@ class Call:
     def chain(self) -> Chain:
         """The first chain."""
         return self.chains[0]
+
+    @property
+    def x_layout(self) -> str:
+        """How x lies: as the transpose of [tokens, k], or in that order."""
+        return "col" if self.source.is_col() else "row"
 
     @property
     def n(self) -> int:

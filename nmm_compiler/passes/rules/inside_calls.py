@@ -131,7 +131,7 @@ class NormInside(Rule):
         operands = [norm.value, *ends.values()]
         whole = {*graph.helpers.get(final, ()), *moved}
         readers = {reader for _, reader in reads}
-        more = _said(norm) | dict.fromkeys(ends, True)
+        more = _said(norm) | dict.fromkeys(ends, True) | {"x_layout": "row"}
         calls = len({id(owners[reader]) for reader in readers})
         return (
             crossed(graph, whole, match.node, operands)
