@@ -56,8 +56,9 @@ class SharedX(KernelRule):
 
     def combine(self, graph: Canonical, matches: list[Match]) -> list[Match]:
         """Join plain chains of the same x that lie near each other."""
-        groups: dict[Any, list[Match]] = {}
-        for match in matches:
+        position = graph.effects.position
+        groups: dict[Any, list[list[Match]]] = {}
+        for match in sorted(matches, key=lambda match: position[match.node]):
             call = match.data
             if not isinstance(call, Call) or call.op != "lowrank_matmul" or call.chain.tp > 1:
                 continue  # no kernel of several chains sums over devices
@@ -65,26 +66,16 @@ class SharedX(KernelRule):
             alike = tuple(call.chain.ways.items())
             single = all(len(dim) <= 1 for dim in call.source.dims) and len(call.source.dims) > 1
             if plain and single and (call.source.is_row() or call.source.is_col()):
-                groups.setdefault((call.source.key, alike), []).append(match)
+                runs = groups.setdefault((call.source.key, alike), [])
+                if not runs or position[match.node] - position[runs[-1][-1].node] > NEAR:
+                    runs.append([])
+                runs[-1].append(match)
         out = list(matches)
-        for members in groups.values():
-            for near in _near(graph, members):
-                whole = group(graph, self, [m.data for m in near])
-                if whole is not None:
-                    out = [m for m in out if m not in near] + [whole]
+        for near in itertools.chain(*groups.values()):
+            whole = group(graph, self, [m.data for m in near]) if len(near) > 1 else None
+            if whole is not None:
+                out = [m for m in out if m not in near] + [whole]
         return out
-
-
-def _near(c: Canonical, members: list[Match]) -> list[list[Match]]:
-    """Split matches into runs without a large gap."""
-    position = c.effects.position
-    runs: list[list[Match]] = []
-    for match in sorted(members, key=lambda m: position[m.node]):
-        if runs and position[match.node] - position[runs[-1][-1].node] <= NEAR:
-            runs[-1].append(match)
-        else:
-            runs.append([match])
-    return [run for run in runs if len(run) > 1]
 
 
 class SharedU(KernelRule):
