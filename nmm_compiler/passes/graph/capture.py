@@ -82,7 +82,10 @@ def to_graph(model: Any, example_inputs: Any) -> tuple[fx.GraphModule, Sequence[
             "pass them as nmm_compiler.rewrite(model, (x,))"
         )
     else:
-        module = model if isinstance(model, nn.Module) else FunctionModule(model)
+        module = model
+        if not isinstance(model, nn.Module):
+            module = nn.Module()
+            module.forward = lambda *args, **kwargs: model(*args, **kwargs)
         try:
             graph = export(module, *given).module()
         except Exception as error:
@@ -148,18 +151,6 @@ def _unflatten_attributes(kind: Any, values: Any, context: Any) -> Any:
     instance = kind.__new__(kind)
     vars(instance).update(others, **dict(zip(names, values, strict=True)))
     return instance
-
-
-class FunctionModule(nn.Module):
-    """A module of a function."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function."""
-        return self.function(*args, **kwargs)
 
 
 def all_graphs(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Graphs:
