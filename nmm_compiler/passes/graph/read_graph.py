@@ -89,6 +89,13 @@ ALIASES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
+@functools.cache
+def _parameters(handler: Handler) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Return the parameters of a handler behind graph and node, and each by all of its names."""
+    names = signature(handler)[2:]
+    return names, {other: one for one in names for other in (one, *ALIASES.get(one, ()))}
+
+
 def read_call(
     c: Canonical, node: Node, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Result:
@@ -96,12 +103,10 @@ def read_call(
     handler = TABLE.get(name)
     if handler is None:
         return None
-    names = signature(handler)[2:]
+    names, known = _parameters(handler)
     given = dict(zip(names, args, strict=False))
-    for keyword, value in {**kwargs, "name": name}.items():
-        own = next((one for one in names if keyword in (one, *ALIASES.get(one, ()))), None)
-        if own is not None:
-            given[own] = value
+    said = {**kwargs, "name": name}
+    given |= {own: said[keyword] for keyword, own in known.items() if keyword in said}
     if not all(_is_tensor(c, given.get(one)) for one in names if one in _TENSORS):
         return None
     if "like" in names and not _kept(c, given["like"], node):
