@@ -498,22 +498,23 @@ def _worth_telling(c: Canonical, walk: Walk, second: Stage, why: Refusal) -> Ref
     """
     if isinstance(walk.key, Virtual):
         return None
-    operands = _behind(c, walk.key)
+    operands = behind(c, walk.key)
     for _ in range(_STEPS_BETWEEN):
         walked = [trace_back(c, key) for key in operands]
         if any(isinstance(form, Product) and is_low(c, form, second) for _, form in walked):
             return why
         ends = [seen.key for seen, form in walked if isinstance(form, Refusal)]
-        steps = [_behind(c, end) for end in ends if not isinstance(end, Virtual)]
+        steps = [behind(c, end) for end in ends if not isinstance(end, Virtual)]
         operands = [key for step in steps if len(step) == 1 for key in step]
     return None
 
 
-def _behind(c: Canonical, key: Key) -> list[Key]:
+def behind(c: Canonical, key: Key) -> list[Key]:
     """Return the activations that a step computes from, through getitems of several results."""
     keys = operands(c.forms[key])
-    parts = [k for k in keys if isinstance(k, fx.Node) and k in c.views and c.shape(k) is None]
-    keys += [source for part in parts for source in part.all_input_nodes]  # split, chunk
+    for part in keys:
+        if isinstance(part, fx.Node) and c.shape(part) is None:  # several results: split, chunk
+            keys += part.all_input_nodes
     return [k for k in keys if k in c.views and c.shape(k) is not None and not c.is_weight(k)]
 
 

@@ -218,7 +218,6 @@ def describe(form: Form) -> str:
     return type(form).__name__.lower()
 
 
-_SPLITS = ("getitem", "slice", "split", "split_with_sizes", "chunk", "narrow")
 View = tuple[Key, Dims]
 Result = Form | tuple[Key, Dims | None] | None
 PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer, FakeTensor)
@@ -344,16 +343,6 @@ class Canonical:
         base = self.base(key)[0] if self.is_whole(key) else key
         form = self.forms.get(base)
         return self.uncast(form.value) if isinstance(form, Cast) else base
-
-    def origin(self, key: Key) -> Key:
-        """Return the base behind views, casts and parts."""
-        base = self.base(key)[0]
-        form = self.forms[base]
-        if isinstance(form, Cast):
-            return self.origin(form.value)
-        cut = isinstance(form, Opaque) and form.name in _SPLITS
-        sources = owner_of(base).all_input_nodes
-        return self.origin(sources[0]) if cut and sources else base
 
     def is_constant(self, key: Key) -> bool:
         """Return whether the value comes from outside the graph, by nothing but views."""

@@ -29,6 +29,7 @@ from torch import fx
 
 from nmm_compiler.passes.chains.chain import (
     Chain,
+    behind,
     is_whole_feature,
     over_base,
     read_projection,
@@ -44,12 +45,14 @@ from nmm_compiler.passes.graph.canonical import (
     Key,
     Product,
     Scale,
+    describe,
 )
 from nmm_compiler.passes.graph.views import Dims
 from nmm_compiler.passes.rules.base import KernelRule, Match
 from nmm_compiler.passes.rules.lora import read_adapted
 from nmm_compiler.passes.rules.lowrank import products_at
 
+_PARTS = ("getitem", "slice", "narrow", "select")
 GATES = ("silu", "gelu", "gelu_tanh", "relu", "identity")
 
 
@@ -114,9 +117,10 @@ def read_gated(c: Canonical, candidate: Any, down: Chain | None = None) -> Call 
 
 def _no_projection(c: Canonical, node: fx.Node, gate: Key, up: Key) -> Refusal | None:
     """Return why two values are no gate and up, if one comes from a low-rank projection."""
-    sources = [c.origin(key) for key in (gate, up)]
-    if sources[0] is sources[1] and sources[0] is not c.base(gate)[0]:
-        merged = read_projection(c, sources[0])
+    parts = [c.base(c.uncast(key))[0] for key in (gate, up)]
+    wholes = {c.base(one)[0] for part in parts for one in behind(c, part)}
+    if len(wholes) == 1 and all(describe(c.forms[part]) in _PARTS for part in parts):
+        merged = read_projection(c, *wholes)
         if merged is not None and merged.second:
             return Refusal(
                 "no_kernel",
