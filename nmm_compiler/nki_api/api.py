@@ -25,6 +25,7 @@ from nmm_compiler.simulator.signatures import Api, Function, described, entries
 MODULES = ("nki", "nki.isa", "nki.language", "nki.collectives")
 
 
+@functools.cache
 def before(version: str, other: str) -> bool:
     """Return whether NKI `version` is older than `other`."""
     mine, theirs = (tuple(map(int, name.split("."))) for name in (version, other))

@@ -60,10 +60,10 @@ class Names:
         self.imported: list[str] = []
         self.scope_of: dict[ast.AST, Scope] = {}
         self.parent: dict[ast.AST, ast.AST] = {}
+        self.nodes: list[ast.AST] = []
         self._walk(tree, Scope(tree, ChainMap()))
         old = [m for m in self.imported if m.startswith("neuronxcc.nki") and "nki.typing" not in m]
         self.beta_1 = bool(old) and not any(m.partition(".")[0] == "nki" for m in self.imported)
-        self.nodes = list(ast.walk(tree))
         self.kernels = self._find_kernels()
         functions = (node for node in self.nodes if isinstance(node, _FUNCTIONS))
         self.kernel_code = self.reached([*self.kernels, *filter(self._calls_nki, functions)])
@@ -122,6 +122,7 @@ class Names:
 
     def _walk(self, node: ast.AST, scope: Scope) -> None:
         self.scope_of[node] = scope
+        self.nodes.append(node)
         self._bind(node, scope)
         inner = scope
         if isinstance(node, _SCOPES):  # names of a class are not those of its functions
@@ -133,7 +134,7 @@ class Names:
             self._walk(child, inner)
 
     def _bind(self, node: ast.AST, scope: Scope) -> None:
-        name, bound = None, Binding(node)
+        name, value = None, None
         match node:
             case ast.Import() | ast.ImportFrom():
                 self._bind_import(node, scope)
@@ -148,11 +149,11 @@ class Names:
             case ast.Name(ctx=ast.Store() | ast.Del()):
                 name, around = node.id, self.parent.get(node)
                 if isinstance(around, ast.Assign) and around.targets == [node]:
-                    bound.value = around.value
+                    value = around.value
             case _ if type(node).__name__ in _NAMED:
                 name = getattr(node, "name")  # noqa: B009
         if name and name not in scope.outward:
-            scope.bindings.maps[0].setdefault(name, []).append(bound)
+            scope.bindings.maps[0].setdefault(name, []).append(Binding(node, "", value))
 
     def _bind_import(self, node: ast.Import | ast.ImportFrom, scope: Scope) -> None:
         package = ""
@@ -201,19 +202,20 @@ def is_read(node: ast.AST) -> bool:
     return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
 
 
-def in_order(node: ast.AST, nested: bool = False) -> Iterator[ast.AST]:
-    """Yield the nodes of a statement as they are evaluated: values before what is assigned.
+def in_order(node: ast.AST, nested: bool = False) -> list[ast.AST]:
+    """Return the nodes of a statement as they are evaluated: values before what is assigned.
 
     Annotations and decorators are left out; so are functions and classes in it, unless nested.
     """
     if isinstance(node, (ast.FunctionDef, ast.Lambda, ast.ClassDef)) and not nested:
-        return
-    fields = dict(ast.iter_fields(node))
+        return []
+    fields = {field: getattr(node, field) for field in node._fields}
     if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
         fields = {"value": node.value, **fields}
+    made: list[ast.AST] = []
     for field, value in fields.items():
         if field not in ("decorator_list", "annotation", "returns"):
             for child in value if isinstance(value, list) else [value]:
                 if isinstance(child, ast.AST):
-                    yield from in_order(child, nested)
-    yield node
+                    made += in_order(child, nested)
+    return [*made, node]
