@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import io
+import itertools
 import operator
 import tokenize
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -144,27 +145,31 @@ def nodes(*trees: ast.AST) -> Iterator[Any]:
         node = left.pop()
         if isinstance(node, list):
             left += node
-        elif hasattr(node, "_fields"):
+        elif isinstance(node, ast.AST):
             yield node
             left += [getattr(node, field) for field in _parts(node.__class__)]
 
 
 def bound_names(statements: Iterable[ast.AST]) -> Iterator[str]:
     """Yield the names that the statements bind, each as often as they do."""
-    for node in nodes(*statements):
-        if isinstance(node, ast.arg):
-            yield node.arg
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
+    return itertools.chain.from_iterable(_names_in(one)[ast.Store] for one in statements)
 
 
 def names_used(trees: Iterable[ast.AST]) -> set[str]:
     """Return the names that the trees read."""
-    return {
-        node.id
-        for node in nodes(*trees)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
-    }
+    return {*itertools.chain.from_iterable(_names_in(one)[ast.Load] for one in trees)}
+
+
+@functools.lru_cache(maxsize=8192)  # no tree is changed
+def _names_in(tree: ast.AST) -> dict[type, list[str]]:
+    """Return the names in a tree by their use: those that it reads, those that it binds."""
+    made: dict[type, list[str]] = {ast.Load: [], ast.Store: []}
+    for node in nodes(tree):
+        if isinstance(node, ast.Name):
+            made[type(node.ctx)].append(node.id)
+        elif isinstance(node, ast.arg):
+            made[ast.Store].append(node.arg)
+    return made
 
 
 def assigned(statement: Any) -> tuple[str, Any]:
