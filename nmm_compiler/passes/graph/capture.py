@@ -207,8 +207,9 @@ def graphs_without_data(model: nn.Module, args: Sequence[Any], kwargs: Mapping[s
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with torch.no_grad(), mode:
-            fake = functools.partial(mode.from_tensor, static_shapes=True)
-            fakes = pytree.tree_map_only(torch.Tensor, fake, leaves)
+            fakes = pytree.tree_map_only(
+                torch.Tensor, lambda one: mode.from_tensor(one, static_shapes=True), leaves
+            )
             graph = make_fx(call, pre_dispatch=True, _allow_non_fake_inputs=True)(*fakes)
     except Exception:  # Dynamo breaks the graph there, or raises what is wrong with the model
         return all_graphs(model, args, kwargs)
