@@ -23,9 +23,11 @@ settings.load_profile("quick")
 
 @pytest.fixture(scope="session", autouse=True)
 def _private_cache(tmp_path_factory):
-    """Point NMM_CACHE_DIR (this process and its children) at a directory of this test run."""
-    directory = tmp_path_factory.mktemp("nmm_cache")
-    os.chmod(directory, 0o700)
+    """Point NMM_CACHE_DIR (this process and its children) at a directory of this test run, which
+    its workers share."""
+    own = tmp_path_factory.getbasetemp()
+    directory = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "nmm_cache"
+    directory.mkdir(mode=0o700, exist_ok=True)
     before = {k: v for k, v in os.environ.items() if k.startswith("NMM_")}
     for name in before:
         del os.environ[name]

@@ -261,6 +261,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.long
 def test_the_inner_caches_hit_when_a_process_starts_again(tmp_path):
     """And the backend works by name, without importing the package."""
     place = str(tmp_path / "inductor")
