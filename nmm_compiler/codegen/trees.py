@@ -145,7 +145,7 @@ def nodes(*trees: ast.AST) -> Iterator[Any]:
         node = left.pop()
         if isinstance(node, list):
             left += node
-        elif isinstance(node, ast.AST):
+        elif hasattr(node, "_fields"):
             yield node
             left += [getattr(node, field) for field in _parts(node.__class__)]
 
