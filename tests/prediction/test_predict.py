@@ -1,5 +1,6 @@
 """Whole-model predictions: what they add up, what they may depend on, and what they refuse."""
 
+import collections
 import dataclasses
 import functools
 import json
@@ -78,6 +79,14 @@ def test_a_trace_without_data_has_the_pieces_of_dynamos_graphs(given, tp, monkey
             monkeypatch.setattr(walk, "graphs_without_data", trace)
             made.append(walk.walk_pass.__wrapped__(one, get("trn2"), "trn2", 1, takes_norms=True))
         assert made[0] == made[1]
+
+
+def test_parameters_whose_paths_read_alike_are_told_apart():
+    parts = {"a": nn.Sequential(collections.OrderedDict(b=nn.Linear(64, 128))),
+             "a_b": nn.Linear(128, 64)}  # fmt: skip
+    model = nn.Sequential(collections.OrderedDict(parts))
+    made = predict(model, "trn2", inputs=(torch.empty(8, 64),), price="closed_form")
+    assert [line.module for line in made.lines if line.kind == "kernel"] == ["a.b", "a_b"]
 
 
 def test_sums_equal_their_lines():

@@ -215,8 +215,8 @@ def graphs_without_data(model: nn.Module, args: Sequence[Any], kwargs: Mapping[s
         return all_graphs(model, args, kwargs)
     if any(isinstance(node.target, HigherOrderOperator) for node in graph.graph.nodes):
         return all_graphs(model, args, kwargs)
-    for node, name in zip(graph.graph.nodes, held, strict=False):
-        node.target = f"p_{name}".replace(".", "_")
+    for i, (node, name) in enumerate(zip(graph.graph.nodes, held, strict=False)):
+        node.target = f"p_{i}_{name}".replace(".", "_")
     for node in graph.graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled):
         graph.graph.erase_node(node)
     graph.graph.eliminate_dead_code()
