@@ -13,6 +13,7 @@ import contextlib
 import functools
 import inspect
 import itertools
+import logging
 import sys
 import warnings
 import weakref
@@ -212,6 +213,7 @@ def graphs_without_data(model: nn.Module, args: Sequence[Any], kwargs: Mapping[s
             )
             graph = make_fx(call, pre_dispatch=True, _allow_non_fake_inputs=True)(*fakes)
     except Exception:  # Dynamo breaks the graph there, or raises what is wrong with the model
+        logging.getLogger(__name__).debug("the trace ends here; Dynamo's is taken", exc_info=True)
         return all_graphs(model, args, kwargs)
     if any(isinstance(node.target, HigherOrderOperator) for node in graph.graph.nodes):
         return all_graphs(model, args, kwargs)
@@ -234,9 +236,8 @@ def _traced_as_compiled(model: nn.Module) -> Iterator[None]:
 
     def note() -> None:
         """Note the innermost module in the nodes since the last note."""
-        stack = {inside[-1]: (inside[-1], None)}
         for node in itertools.takewhile(lambda n: "nn_module_stack" not in n.meta, reversed(nodes)):
-            node.meta["nn_module_stack"] = stack
+            node.meta["nn_module_stack"] = {inside[-1]: (inside[-1], None)}
 
     def enter(path: str, *_: Any) -> None:
         note()
