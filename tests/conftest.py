@@ -45,7 +45,7 @@ def closed_form_only(monkeypatch):
 
     call_us.cache_clear()
     monkeypatch.setitem(PRICES, "simulated", estimate_us)
-    monkeypatch.setattr("nmm_compiler.prices.kernel._WORTH_WORKERS", 1 << 30)  # which simulate
+    monkeypatch.setattr("nmm_compiler.prices.kernel.WORTH_WORKERS", 1 << 30)  # which simulate
     yield
     call_us.cache_clear()
 

@@ -18,7 +18,13 @@ from typing import Any
 
 from nmm_compiler.cache.key import Key
 from nmm_compiler.cache.store import Store
-from nmm_compiler.codegen.build_many import Progress, each, request_of, request_text
+from nmm_compiler.codegen.build_many import (
+    WORTH_WORKERS,
+    Progress,
+    each,
+    request_of,
+    request_text,
+)
 from nmm_compiler.codegen.choose import choose, rank
 from nmm_compiler.codegen.code_digests import key_fields
 from nmm_compiler.codegen.machine_target import machine_target
@@ -46,9 +52,6 @@ PAIR_BARRIER_US = 3.0
 # 17.5 us and one in ten more than 135 us.
 WAIT_FACTOR = 44.0 / 17.5
 WAIT_RANKS = 64
-
-# A worker takes 1.4 CPU s before its first kernel.
-_WORTH_WORKERS = 8
 
 # Tokens from which two cores share the tokens, so that they exchange nothing.
 MANY_TOKENS = 256
@@ -244,7 +247,7 @@ def price_many(
         for spec, name in requests
         for one in launches_of(spec)
     }
-    if len(store.missing(list(keys))) >= _WORTH_WORKERS:
+    if len(store.missing(list(keys))) >= WORTH_WORKERS:
         each(
             price_one, keys, lambda spec, target: request_text(spec, target, Options()),
             lambda one, _: f"simulated {one[0].short()} on {one[1]}",

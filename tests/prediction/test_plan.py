@@ -101,7 +101,7 @@ def test_the_command_writes_table_page_and_figures(tmp_path, monkeypatch, nmm):
     monkeypatch.setenv("NMM_CACHE_DIR", str(tmp_path / "cache"))
     simulated, simulate = [], latency._simulate
     monkeypatch.setattr(latency, "_simulate", lambda *one: simulated.append(one) or simulate(*one))
-    monkeypatch.setattr(latency, "_WORTH_WORKERS", 2)
+    monkeypatch.setattr(latency, "WORTH_WORKERS", 2)
     latency.simulated_us.cache_clear()
     steps = []
     noted = nullcontext(lambda *one: steps.append(one))
