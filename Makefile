@@ -10,6 +10,8 @@ CORE_READY := $(VENV)/.ready-core
 CORE_TESTS := $(addprefix tests/,simulator kernels codegen targets report nki_api passes cache \
 	test_door.py test_import_directions.py test_options.py test_records.py test_size.py test_style.py)
 WORKERS ?= 2
+# Processes that tests start read the package compiled.
+unexport PYTHONDONTWRITEBYTECODE
 # A worker takes whole files, so that each is set up once, and at the end what is left of another.
 SHARED := -n $(WORKERS) --dist worksteal
 

@@ -197,8 +197,7 @@ def test_cache_mode_require_names_what_is_missing_and_how_to_build_it(tmp_path):
     ("checkpointed", "inner"),
     [
         (False, "aot_eager"),
-        (True, "aot_eager"),
-        pytest.param(True, "inductor", marks=pytest.mark.long),
+        *(pytest.param(True, one, marks=pytest.mark.long) for one in ("aot_eager", "inductor")),
     ],
 )
 def test_gradients_are_those_of_eager(checkpointed, inner):
@@ -226,14 +225,14 @@ def test_gradients_are_those_of_eager(checkpointed, inner):
 def test_two_threads_share_a_compiled_model():
     model = small_llama(layers=1)
     run = with_nmm(model, inner="eager")
-    wanted = {n: model(tokens(n)).logits for n in (3, 4, 7, 9)}
+    wanted = {n: model(tokens(n)).logits for n in (3, 9)}
 
     def work(order):
         for n in order:
             torch.testing.assert_close(run(tokens(n)).logits, wanted[n], rtol=1e-4, atol=1e-5)
 
     with ThreadPoolExecutor(2) as threads:
-        list(threads.map(work, ((3, 4, 7, 9), (9, 7, 4, 3))))  # raises what a thread raised
+        list(threads.map(work, ((3, 9), (9, 3))))  # raises what a thread raised
 
 
 TWO_STARTS = """

@@ -91,7 +91,7 @@ FORMATS = [
         ("llama", torch.bfloat16, PLAIN),
         *((name, torch.float32, PLAIN) for name in ("qwen3", "gpt2", "bert", "t5")),
         *(("llama", torch.bfloat16, one) for one in FORMATS),
-        ("llama", torch.float32, FORMATS[2]),
+        pytest.param("llama", torch.float32, FORMATS[2], marks=pytest.mark.long),
         ("gpt2", torch.float32, FORMATS[3]),  # its linears have a bias
     ],
     ids=str,

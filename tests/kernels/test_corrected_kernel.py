@@ -36,21 +36,26 @@ ONE, MLP = line("one", ""), line("mlp", "")
         ("one", "k=2688 n=514 bias activation=gelu weight=mxfp8"),
         ("one", "m=3 x_layout=col rank=130 residual"),
         ("one", "m=130 k=640 weight=mxfp8_e5m2 out_layout=col lnc=2"),
-        ("one", "m=513 dtype=float16 norm=rms norm_gain"),
         ("one", f"{QKV} bias=true,false,true"),
-        ("one", "n=4096,1024,1024 rank=64,32,8 k=512"),
         ("one", f"{QKV} m=40 norm=layer"),
         ("one", f"{QKV} branch=fp8 m=40 norm=layer"),
-        ("one", "rank=130 branch=fp8 m=300 bias weight=mxfp8 lnc=2"),
         ("mlp", "branch=fp8 rank=32,72,16 lnc=2"),
         ("mlp", ""),
-        ("mlp", "lnc=2 residual"),
         ("mlp", "m=130 rank=32,8,0 weight=mxfp8 norm=rms"),
         ("mlp", "m=20 n=258 k=640 no_down out_layout=col"),
         # whole 2,048 features: the scales of half of the outputs are moved
         ("one", "k=4608 n=1024,264 rank=32,0 branch=fp8"),
         ("one", "m=3 k=2048 n=2048 weight=mxfp8 residual"),
-        ("mlp", "k=2048 n=2048 residual norm=rms branch=fp8"),
+        *(
+            pytest.param(*one, marks=pytest.mark.long)
+            for one in (
+                ("one", "m=513 dtype=float16 norm=rms norm_gain"),
+                ("one", "n=4096,1024,1024 rank=64,32,8 k=512"),
+                ("one", "rank=130 branch=fp8 m=300 bias weight=mxfp8 lnc=2"),
+                ("mlp", "lnc=2 residual"),
+                ("mlp", "k=2048 n=2048 residual norm=rms branch=fp8"),
+            )
+        ),
     ],
 )
 def test_kernels_of_mx_blocks_are_right_against_float64(base, changes):

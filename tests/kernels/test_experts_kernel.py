@@ -22,6 +22,10 @@ EXPERTS = "experts m=5 k=256 n=128 groups=12 top_k=2"
 ADAPTERS = "adapters m=8 k=256 n=384 r=16 groups=4"
 
 
+def _long(*values):
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
 def small(fields=""):
     return spec_of(f"{EXPERTS} {fields}")
 
@@ -73,11 +77,10 @@ PLAIN = [
     "m=7 lnc=2 n=32 k=520 activation=gelu_tanh",
     "m=40 lnc=2 groups=8 top_k=4 n=16",
     "m=140 groups=3 n=64",
-    f"m=129 groups=130 k=136 n=72 {GPT_OSS}",
     "m=300 groups=2 top_k=1 dtype=float32 k=128 n=96",
     "m=131 lnc=2 n=96 top_k=4 weight_layout=col down_bias",
-    f"m=257 lnc=2 n=320 {GPT_OSS}",
 ]
+SLOW = [f"m=129 groups=130 k=136 n=72 {GPT_OSS}", f"m=257 lnc=2 n=320 {GPT_OSS}"]
 JOINED = f"{GPT_OSS} halves=joined"
 STORED = [
     "weight=fp8",
@@ -99,11 +102,13 @@ BLOCKS_OF_32 = [
     "weight=mxfp4",
     "weight=mxfp4 m=1 lnc=2 top_k=3 n=512",
     f"weight=mxfp4 m=2 groups=4 k=2048 n=256 ranks=32,32 {JOINED}",
-    "weight=mxfp4 m=3 k=288 n=640 ranks=16,40",
     "weight=mxfp4 m=5 groups=4 k=512 n=512 ranks=32,64",
     "weight=mxfp4 m=40 lnc=2 groups=4 ranks=8,0 dtype=float16",
-    f"weight=mxfp8 m=150 groups=5 k=320 n=1100 {JOINED}",
     f"weight=mxfp8_e5m2 m=140 groups=4 k=288 n=644 ranks=16,40 {JOINED}",
+]
+SLOW_BLOCKS = [
+    "weight=mxfp4 m=3 k=288 n=640 ranks=16,40",
+    f"weight=mxfp8 m=150 groups=5 k=320 n=1100 {JOINED}",
 ]
 
 
@@ -125,8 +130,10 @@ ADAPTED = [
 @pytest.mark.parametrize(
     ("line", "target"),
     [(f"{EXPERTS} {fields}", "trn2") for fields in PLAIN + STORED]
-    + [(f"{EXPERTS} {fields}", "trn3") for fields in (PLAIN + STORED)[::6] + BLOCKS_OF_32]
-    + [(f"{ADAPTERS} {fields}", target) for fields, target in ADAPTED],
+    + [(f"{EXPERTS} {fields}", "trn3") for fields in BLOCKS_OF_32]
+    + [(f"{ADAPTERS} {fields}", target) for fields, target in ADAPTED]
+    + [_long(f"{EXPERTS} {fields}", "trn2") for fields in SLOW]
+    + [_long(f"{EXPERTS} {fields}", "trn3") for fields in (PLAIN + STORED)[::6] + SLOW_BLOCKS],
 )
 def test_the_kernel_is_right_against_float64(line, target):
     prove_right(first_kernel(spec_of(line), target))

@@ -215,7 +215,7 @@ def test_an_x_of_sixteen_bits_equals_float64(family, x_dtype, target):
     assert passes(kernel)[0] == 0
 
 
-@pytest.mark.parametrize("target", ["trn2", "trn3"])
+@pytest.mark.parametrize("target", ["trn2", pytest.param("trn3", marks=pytest.mark.long)])
 @pytest.mark.parametrize("family", OF_FP8)
 def test_products_of_fp8_numbers_take_two_rows_a_pass(family, target):
     """k has three tiles, a pair and one; intermediates are bf16."""

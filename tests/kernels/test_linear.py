@@ -174,13 +174,14 @@ BEHIND_STORES = {("lowrank_shared", "trn1"): 1.07, ("gated_mlp_up", "trn1"): 1.1
         ("matmul", "trn2"),
         ("lowrank", "trn2"),
         ("lowrank_shared", "trn1"),
-        ("gated_mlp_up", "trn1"),
-        ("gated_mlp", "trn1"),
-        ("gated_mlp", "trn2"),
         pytest.param("matmul", "trn1", marks=pytest.mark.long),
         pytest.param("lowrank", "trn1", marks=pytest.mark.long),
         pytest.param("lowrank_shared", "trn2", marks=pytest.mark.long),
-        pytest.param("gated_mlp_up", "trn2", marks=pytest.mark.long),
+        *(
+            pytest.param(family, target, marks=pytest.mark.long)
+            for family in ("gated_mlp_up", "gated_mlp")
+            for target in ("trn1", "trn2")
+        ),
     ],
 )
 def test_program_order_costs_at_most_a_twentieth(family, target):

@@ -319,7 +319,10 @@ MODELS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.long] if n == "Gemma3ForCausalLM" else []) for n in MODELS],
+)
 def test_a_model_that_returns_its_cache_is_rewritten_as_it_is(name):
     transformers = pytest.importorskip("transformers")
     kind = getattr(transformers, name)

@@ -39,10 +39,10 @@ def check_all(seeds, *dtype: torch.dtype) -> Counter:
     return found
 
 
-def test_twenty_random_graphs():
-    found = check_all(range(20))
-    assert found["graphs with a match"] >= 10
-    assert found["lowrank"] >= 12
+def test_twelve_random_graphs():
+    found = check_all(range(12))
+    assert found["graphs with a match"] >= 6
+    assert found["lowrank"] >= 7
 
 
 @pytest.mark.parametrize("seed", [1605, 2140, 6028, 11752])
@@ -54,7 +54,7 @@ def test_graphs_that_once_went_wrong(seed):
 
 @pytest.mark.long
 def test_two_thousand_random_graphs():
-    found = check_all(range(20, 60)) + check_all(range(1000, 3000))
+    found = check_all(range(12, 60)) + check_all(range(1000, 3000))
     least = {"graphs with a match": 1000, "lora": 100, "gated_mlp_up": 100}
     least |= dict.fromkeys(("gated_mlp", "shared_x", "shared_u"), 50)
     assert all(found[kind] >= count for kind, count in least.items()), found
@@ -63,13 +63,13 @@ def test_two_thousand_random_graphs():
 @pytest.mark.parametrize(
     ("seeds", "least"),
     [
-        (range(20, 28), {"lowrank": 4}),
+        (range(20, 24), {"lowrank": 1}),
         pytest.param(
             (*range(20), *range(3000, 4000)), {"lora": 50, "lowrank": 500},
             marks=pytest.mark.long,
         ),
     ],
-    ids=["eight", "a thousand"],
+    ids=["four", "a thousand"],
 )  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_random_graphs_in_low_precision(dtype, seeds, least):

@@ -16,7 +16,9 @@ def assert_same(function, given):
     torch.testing.assert_close(compiled(function)(*given), function(*given))
 
 
-@pytest.mark.parametrize(("shape", "dropout"), [((5, 32), 0.1), ((5, 3, 32), 0.0)])
+@pytest.mark.parametrize(
+    ("shape", "dropout"), [pytest.param((5, 32), 0.1, marks=pytest.mark.long), ((5, 3, 32), 0.0)]
+)
 def test_a_batch_of_three_adapters_is_one_call_a_layer_with_gradients(shape, dropout):
     """Adapters a, b and c, of which c has another rank."""
     said = {"target_modules": ["up", "down"], "init_lora_weights": False, "lora_dropout": dropout}

@@ -24,7 +24,7 @@ def compiled(model, tokens):
 
 @pytest.mark.usefixtures("closed_form_only")
 def test_dense_and_compressed_llama_say_what_low_rank_brings(monkeypatch):
-    model = llama(512, 2048, dtype=torch.bfloat16)
+    model = llama(256, 1024, dtype=torch.bfloat16)
     dense = compiled(model, 64)
     said = " ".join(str(dense).split())
     assert "in the products that could be low-rank (at 80 % of their parameters" in said

@@ -68,7 +68,10 @@ def kinds(prediction: ModelPrediction) -> set[str]:
     return {line.kind for line in prediction.lines}
 
 
-@pytest.mark.parametrize(("given", "tp"), [(LLAMA, 2), (ENCODER, 1), ("gpt-oss-20b", 1)])
+@pytest.mark.parametrize(
+    ("given", "tp"),
+    [(LLAMA, 2), (ENCODER, 1), pytest.param("gpt-oss-20b", 1, marks=pytest.mark.long)],
+)
 def test_a_trace_without_data_has_the_pieces_of_dynamos_graphs(given, tp, monkeypatch):
     model = prepare(as_given(given), None, "bfloat16", tp)
     monkeypatch.setattr(capture, "all_graphs", None)  # what is tried where the trace fails

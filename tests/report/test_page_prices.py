@@ -54,7 +54,7 @@ def test_a_call_has_one_price_and_the_simulator_agrees_with_the_verdict(
         ),
     )
     config = transformers.Qwen3Config(
-        hidden_size=512, intermediate_size=1024, num_hidden_layers=2, vocab_size=64,
+        hidden_size=512, intermediate_size=1024, num_hidden_layers=1, vocab_size=64,
         num_attention_heads=4, num_key_value_heads=2, head_dim=128, dtype=dtype,
     )  # fmt: skip
     torch.manual_seed(0)
