@@ -198,7 +198,7 @@ def _bound(want: torch.Tensor, moved: Sequence[Any]) -> float:
     own = 0.0
     if want.is_floating_point():
         wide = want.float() if want.dtype.itemsize == 1 else want  # PyTorch compares no fp8
-        finite = wide[wide.isfinite()]
+        finite = wide[wide.isfinite()].detach()
         largest = float(finite.abs().max()) if finite.numel() else 0.0
         own = torch.finfo(want.dtype).eps * largest
     return _MARGIN * noise + own
