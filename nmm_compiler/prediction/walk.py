@@ -45,7 +45,7 @@ from nmm_compiler.passes.graph.capture import (
 )
 from nmm_compiler.passes.graph.effects import upstream
 from nmm_compiler.passes.graph.read_graph import read_graph
-from nmm_compiler.passes.graph.torch_names import named_arguments
+from nmm_compiler.passes.graph.torch_names import named_arguments, target_name
 from nmm_compiler.passes.pipeline import rewrite
 from nmm_compiler.passes.rules.attention import unrotated
 from nmm_compiler.passes.rules.base import module_path
@@ -400,13 +400,16 @@ class _Walk:
         inside = set(nodes)
         outer = {s for n in nodes for s in self._sources(n)} - inside
         read = sum(self._bytes(s) for s in outer if s not in self.names)
-        written = sum(self._bytes(n) for n in nodes if self.readers[n] - inside)
+        written = sum(
+            self._bytes(n) for n in nodes if self.readers[n] - inside or target_name(n) == "copy_"
+        )
         elements = tuple(self.pointwise[n] for n in nodes)
         return self._piece("pointwise", nodes[-1], bytes=read + written, elements=elements)
 
     def _sources(self, node: fx.Node) -> set[fx.Node]:
         """Return the values that a node reads, behind views."""
-        tensors = (n for n in node.all_input_nodes if self.c.tensor(n) is not None)
+        read = node.all_input_nodes[target_name(node) == "copy_" :]  # it writes its first
+        tensors = (n for n in read if self.c.tensor(n) is not None)
         return {owner_of(self.c.base(n)[0]) for n in tensors}
 
     # -- sizes and names ------------------------------------------------------------------------

@@ -22,10 +22,6 @@ EXPERTS = "experts m=5 k=256 n=128 groups=12 top_k=2"
 ADAPTERS = "adapters m=8 k=256 n=384 r=16 groups=4"
 
 
-def _long(*values):
-    return pytest.param(*values, marks=pytest.mark.long)
-
-
 def small(fields=""):
     return spec_of(f"{EXPERTS} {fields}")
 
@@ -132,8 +128,11 @@ ADAPTED = [
     [(f"{EXPERTS} {fields}", "trn2") for fields in PLAIN + STORED]
     + [(f"{EXPERTS} {fields}", "trn3") for fields in BLOCKS_OF_32]
     + [(f"{ADAPTERS} {fields}", target) for fields, target in ADAPTED]
-    + [_long(f"{EXPERTS} {fields}", "trn2") for fields in SLOW]
-    + [_long(f"{EXPERTS} {fields}", "trn3") for fields in (PLAIN + STORED)[::6] + SLOW_BLOCKS],
+    + [
+        pytest.param(f"{EXPERTS} {fields}", target, marks=pytest.mark.long)
+        for target, slow in {"trn2": SLOW, "trn3": (PLAIN + STORED)[::6] + SLOW_BLOCKS}.items()
+        for fields in slow
+    ],
 )
 def test_the_kernel_is_right_against_float64(line, target):
     prove_right(first_kernel(spec_of(line), target))

@@ -92,6 +92,21 @@ def test_parameters_whose_paths_read_alike_are_told_apart():
     assert [line.module for line in made.lines if line.kind == "kernel"] == ["a.b", "a_b"]
 
 
+def test_a_state_that_is_written_in_place_is_read_and_written_once():
+    class Step(nn.Linear):
+        def forward(self, x, state):
+            state.copy_(state + super().forward(x))
+            return x
+
+    given = torch.empty(4, 128, 64), torch.empty(4, 128, 256)
+    (line,) = (
+        line
+        for line in predict(Step(64, 256), inputs=given, price="closed_form").lines
+        if line.kind == "pointwise"
+    )
+    assert line.what.endswith(f" {3 * given[1].nbytes:,} B")  # the product, the state twice
+
+
 def test_sums_equal_their_lines():
     made = llama(ratio=0.3)
     for phase in made.phases:
