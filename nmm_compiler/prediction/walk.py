@@ -42,6 +42,7 @@ from nmm_compiler.passes.graph.capture import (
     arguments,
     collect_values,
     graphs_without_data,
+    traced_as_compiled,
 )
 from nmm_compiler.passes.graph.effects import upstream
 from nmm_compiler.passes.graph.read_graph import read_graph
@@ -121,7 +122,7 @@ class Pass:
         """Return the key-value cache before the token that is computed."""
         module: Any = self.model.module
         before: Any = example_inputs(module, max(1, self.tokens - 1), self.batch)
-        with torch.no_grad():
+        with torch.no_grad(), traced_as_compiled(module):  # it asks for no data then
             return module(**before, use_cache=True, logits_to_keep=1).past_key_values
 
 

@@ -70,7 +70,13 @@ def kinds(prediction: ModelPrediction) -> set[str]:
 
 @pytest.mark.parametrize(
     ("given", "tp"),
-    [(LLAMA, 2), (ENCODER, 1), pytest.param("gpt-oss-20b", 1, marks=pytest.mark.long)],
+    [
+        (LLAMA, 2),
+        (ENCODER, 1),
+        # with padding, of which its code asks whether it is in the tokens
+        ({"model_type": "gpt2", "n_embd": 64, "n_layer": 1, "n_head": 2, "pad_token_id": 0}, 1),
+        pytest.param("gpt-oss-20b", 1, marks=pytest.mark.long),
+    ],
 )
 def test_a_trace_without_data_has_the_pieces_of_dynamos_graphs(given, tp, monkeypatch):
     model = prepare(as_given(given), None, "bfloat16", tp)

@@ -202,7 +202,7 @@ def graphs_without_data(model: nn.Module, args: Sequence[Any], kwargs: Mapping[s
 
     def call(*leaves: Any) -> list[Any]:
         held, args, kwargs = pytree.tree_unflatten(leaves, tree)
-        with _traced_as_compiled(model):
+        with traced_as_compiled(model):
             return pytree.tree_leaves(torch.func.functional_call(model, held, args, kwargs))
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -227,12 +227,12 @@ def graphs_without_data(model: nn.Module, args: Sequence[Any], kwargs: Mapping[s
 
 
 @contextlib.contextmanager
-def _traced_as_compiled(model: nn.Module) -> Iterator[None]:
-    """Note in each node that is traced meanwhile the path of the module that it comes from; tell
-    the model's code that it is compiled."""
+def traced_as_compiled(model: nn.Module) -> Iterator[None]:
+    """Tell the model's code that it is compiled; note in each node that make_fx traces meanwhile
+    the path of the module that it comes from."""
     mode, before = get_proxy_mode(), torch.compiler._is_compiling_flag
-    assert mode is not None
-    nodes, hooks, inside = mode.tracer.graph.nodes, [], [""]
+    nodes: Any = mode.tracer.graph.nodes if mode else ()
+    hooks, inside = [], [""]
 
     def note() -> None:
         """Note the innermost module in the nodes since the last note."""
