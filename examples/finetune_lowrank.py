@@ -54,7 +54,7 @@ def main(directory: str | None = None) -> None:
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         model.save_pretrained(out)
         loaded = AutoModelForCausalLM.from_pretrained(out)
-    kept = loaded.config.quantization_config.saved.ranks
+    kept = loaded.config.quantization_config.saved["ranks"]
     print(f"loss {losses[0]:.3f}; loaded again with {len(kept)} low-rank layers")
 
 
