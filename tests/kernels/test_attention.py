@@ -155,14 +155,16 @@ def test_predicted_times(fields, most_us):
     assert kernel.profile().latency_us < most_us
 
 
-@pytest.mark.parametrize(("d", "pack", "tiles"), [(64, 2, 3), (32, 4, 6), (128, 1, 3)])
-def test_small_heads_share_passes_over_the_cache(d, pack, tiles):
-    """One pass transposes, scores or weighs `pack` tiles; what fills no pack is taken singly."""
-    spec = AttentionSpec(m=1, context=128 * tiles, heads=2, kv_heads=1, d=d)
+@pytest.mark.parametrize(
+    ("d", "pack", "keys"), [(64, 2, 384), (64, 2, 500), (32, 4, 768), (128, 1, 384), (128, 1, 300)]
+)
+def test_small_heads_share_passes_over_the_cache(d, pack, keys):
+    """One pass transposes, scores or weighs `pack` tiles, into which the keys are dealt evenly."""
+    spec = AttentionSpec(m=1, context=keys, heads=2, kv_heads=1, d=d)
     schedule = rank(spec, get("trn2"))[0].schedule
     assert schedule.pack == pack
     run = build_kernel(spec, "trn2", schedule).simulate(*random_arrays(spec, 0))
-    over_keys = tiles // pack + tiles % pack
+    over_keys = -(-keys // (128 * pack))
     made = run.profile.instructions["tensor"]
     others = {"nc_transpose": 1 + 1 + pack, "nc_matmul": 2}  # q, maxima, y; spread, sum of weights
     assert made["nc_transpose"] - others["nc_transpose"] == over_keys

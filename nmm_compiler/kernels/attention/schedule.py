@@ -14,7 +14,6 @@ from nmm_compiler.targets import Target
 
 _BANK = 512  # fp32 columns of a PSUM bank
 _CHUNK = 32  # tiles of keys per load of a decode kernel
-_PACKED = (32, 64)  # head sizes at which a block of partitions may start
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,8 +59,8 @@ class AttentionSchedule(Schedule):
             return {
                 "k": loaded + turned,
                 "v": loaded,
-                "scores": keys * columns * 4,
-                "weights": keys * columns * size,
+                "scores": spec.score_tiles * columns * 4,
+                "weights": spec.score_tiles * columns * size,
                 "q": queries * size + 512 + 256,  # with ones and identity
                 "y": 4 * 4 * spec.d,
             }
@@ -77,15 +76,15 @@ class AttentionSchedule(Schedule):
     def check(self, spec: AttentionSpec, target: Target) -> None:
         """Raise CapacityError or SpecError, with numbers, unless legal for spec and target."""
         spec = spec.share(self.split)
-        takes = f"decode kernels of {spec.keys} keys in rows, of d {spec.d}, take {packed(spec)}"
+        takes = f"decode kernels of {spec.keys} keys in rows, of d {spec.d}, take {spec.pack}"
         self.check_axes({
             "loop": ((False, target.device_loops), f"{target.name} has no loops, drop loop"),
-            "pack": ((1, packed(spec)), takes),
+            "pack": ((1, spec.pack), takes),
         })  # fmt: skip
         scores = tiles(min(spec.section, spec.context), _BANK)
         banks = {"scores": 2 * scores, "weights": 2, "sums": 2}
         if spec.decode:
-            banks = {"scores": 1, "turned": 1, "maxima": 2, "sums": 4}
+            banks = {"scores": 1, "turned": 1, "maxima": 2, "sums": 2}
         if sum(banks.values()) > target.psum_banks:
             raise CapacityError(
                 f"{spec.short()}: {sum(banks.values())} PSUM banks are in use ({banks}), "
@@ -95,17 +94,11 @@ class AttentionSchedule(Schedule):
         self.check_sbuf(spec.short(), spec, target, remedy)
 
 
-def packed(spec: AttentionSpec) -> int:
-    """Return how many tiles of keys fill TensorE's rows, 1 where a cache has not as many."""
-    packs = spec.decode and spec.k_layout == "row" and spec.d in _PACKED
-    return 128 // spec.d if packs and spec.keys * spec.d >= 128 * 128 else 1
-
-
 def candidates(spec: AttentionSpec, target: Target) -> Iterator[AttentionSchedule]:
     """Yield the one schedule that may be legal."""
     queue = target.dma_generates_descriptors
     # the one dialect of targets without generated descriptors has no views for packs
-    yield AttentionSchedule(own_queue=queue, pack=packed(spec) if queue else 1)
+    yield AttentionSchedule(own_queue=queue, pack=spec.pack if queue else 1)
 
 
 def data_flow(spec: AttentionSpec, schedule: AttentionSchedule) -> tuple[str, ...]:
@@ -127,18 +120,19 @@ def data_flow(spec: AttentionSpec, schedule: AttentionSchedule) -> tuple[str, ..
 
 def work(spec: AttentionSpec, schedule: AttentionSchedule) -> Work:
     """Count the work of the engines; see `Work`. A tile of 128 keys meets the columns of a pass."""
-    size, heads, keys = item_bytes(spec.dtype), spec.groups * spec.group, spec.cache_tiles
+    size, heads, keys = item_bytes(spec.dtype), spec.groups * spec.group, tiles(spec.keys, 128)
     if spec.decode:
+        keys, of_set = spec.cache_tiles, 1 if schedule.loop else spec.at_once
         met, columns = spec.groups * tiles(keys, schedule.pack), schedule.pack * spec.columns
-        chunk, queries = min(_CHUNK, keys), spec.groups
-        loads = spec.groups * tiles(keys, chunk) // (1 if schedule.loop else spec.together)
+        chunk, queries = min(_CHUNK, keys), spec.groups // of_set
+        loads = spec.groups * tiles(keys, chunk) // min(of_set, spec.together)
     else:
         rows, columns = tiles(spec.m, 128), 128
         # half of the diagonal ones, and of the window's first, is computed in vain
         seen = tiles(spec.pairs, 128 * 128) + rows * (2 if spec.window else 1)
         met, queries = heads * min(rows * keys, seen), heads * rows
         chunk, loads = 1, spec.groups * tiles(keys, 4)
-    row, held = spec.d * size, 128 * keys * spec.d * size
+    row, held = spec.d * size, spec.keys * spec.d * size
     made = Work(
         lead_bytes=min(held, 128 * 4 * chunk * row), tail_matmuls=(2 * spec.parts, columns),
         tail_bytes=columns * row,
@@ -147,7 +141,10 @@ def work(spec: AttentionSpec, schedule: AttentionSchedule) -> Work:
     turned = met * spec.parts if spec.k_layout == "row" or not spec.decode else 0
     made.matmuls += [(2 * met * spec.parts, columns), (turned, 128)]
     passes = tiles(met * columns, _BANK) * (6 if spec.soft_cap else 4)
-    made.evictions += [(passes, _BANK), (18 * spec.groups, 64)]  # maxima, sums, the result
+    made.evictions += [
+        (passes, _BANK),
+        (18 * (loads if spec.decode else spec.groups), 64),
+    ]  # maxima, sums, the result
     made.move(2 * spec.groups * held, 2 * loads, chunk * row)
     made.move(2 * heads * spec.m * row, 2 * queries, row)
     return made

@@ -37,6 +37,7 @@ ROPES = ("none", "q", "qk")
 MOST_CONTEXT = 131_072
 MOST_HEAD_SIZE = 256
 _DECODE_TOKENS = 16
+_PACKED = (32, 64)  # head sizes at which a block of partitions may start
 _REFERENCE_SCORES = 1 << 22  # that the reference holds at a time, 32 MB each of a few arrays
 # fp32 roundings of a score beyond its product: the scale, the cap, the maximum and what is carried.
 _SCORE_ROUNDINGS = 8
@@ -189,15 +190,10 @@ class AttentionSpec(KernelSpec):
         return self.group * self.m
 
     @property
-    def pitch(self) -> int:
-        """Room for the columns in PSUM: a power of two, so that no sum is in two banks."""
-        return 1 << (self.columns - 1).bit_length()
-
-    @property
     def at_once(self) -> int:
         """Groups of a decode step in a set: up to half of them, 128 columns, and 8 kB of scores
         and weights a partition."""
-        room = (1 << 13) // (self.cache_tiles * self.columns * (4 + item_bytes(self.dtype)))
+        room = (1 << 13) // (self.score_tiles * self.columns * (4 + item_bytes(self.dtype)))
         most = max(1, min(self.groups // 2, 128 // self.columns, room))
         return next(count for count in range(most, 0, -1) if self.groups % count == 0)
 
@@ -219,8 +215,23 @@ class AttentionSpec(KernelSpec):
 
     @property
     def cache_tiles(self) -> int:
-        """Tiles of 128 of them."""
-        return tiles(self.keys, 128)
+        """Tiles of up to 128 of them, that passes of a decode step take whole: as many that a
+        partition loads 512 bytes in a run."""
+        return self.pack * max(
+            tiles(self.keys, 128 * self.pack),
+            min(512 // (self.d * item_bytes(self.dtype)), self.keys) // self.pack,
+        )
+
+    @property
+    def pack(self) -> int:
+        """How many tiles of keys fill TensorE's rows, 1 where a cache has fewer keys."""
+        packs = self.decode and self.k_layout == "row" and self.d in _PACKED
+        return 128 // self.d if packs and self.keys * self.d >= 128 else 1
+
+    @property
+    def score_tiles(self) -> int:
+        """Tiles of their scores in a decode step: of equal height, and one of what is left."""
+        return self.cache_tiles + (self.keys % self.cache_tiles > 0)
 
     @property
     def parts(self) -> int:

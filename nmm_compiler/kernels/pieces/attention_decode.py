@@ -1,17 +1,18 @@
 """Decode: a few queries of a group of heads against its cache.
 
-Keys lie on the partitions, 128 at a time, and the queries of all heads of the group are the columns
-of a product: each tile of the cache is stationary once. Partition p holds neighbouring keys of a
-chunk, so that keys [context, d] and values arrive in long runs; keys [d, context] are read with a
-stride to the same order. Scores of the whole context stay in SBUF: the maximum is exact.
+Keys lie on the partitions, and the queries of all heads of the group are the columns of a product:
+each tile of the cache, of up to 128 keys, is stationary once. Partition p holds neighbouring keys
+of a chunk, so that keys [context, d] and values arrive in long runs; keys [d, context] are read
+with a stride to the same order. Tiles are of equal height; the few keys that do not divide so are
+a tile of their own. Scores of the whole context stay in SBUF: the maximum is exact.
 
-Groups come in sets: the maxima and sums over the partitions are those of all columns of a set. A
-load brings the keys or values of several groups where they are short.
+Groups come in sets. A step brings keys or values of several groups where they are short, and
+instructions of VectorE and ScalarE take the scores of all groups of a step or a set.
 
 Heads of 64 or 32 fill half or a quarter of TensorE's rows, so one pass takes 2 or 4 tiles of the
 cache, a pack: their keys are transposed together, q^T stands on the diagonal of zeros once for each
-tile, and of the weighted values the blocks on the diagonal are added up. Tiles that fill no pack
-are taken singly, after the packs, into the first block of their sums.
+tile, and of the weighted values the blocks on the diagonal are added up. The tile of what is left
+is taken singly, into the first block of its sums.
 """
 
 import nki.isa as nisa
@@ -26,9 +27,9 @@ def decode_groups(outs, qs, k, v, rope, spec, schedule):
     """Compute the heads of several groups, each [heads of a group, m, d]; queries come in sets."""
     groups = k.shape[0]
     each = groups // len(qs)
-    at_a_time = spec.together if each > 1 else 1
-    steps = list_chunks(groups, each, spec)
-    chunks = len(steps) // (2 * groups)
+    wide = spec.together if each > 1 else 1
+    strips = each // wide
+    steps = list_loads(groups // wide, strips, wide, spec)
     identity = make_identity()
     angles = spread_angles(rope, each * spec.group, spec) if spec.rope != "none" else None
     brought = []
@@ -37,124 +38,135 @@ def decode_groups(outs, qs, k, v, rope, spec, schedule):
     queries = []
     scores = []
     tops = []
+    diagonals = []
     weights = []
+    results = []
+    stored = 0
     for t in range(len(steps)):
-        # loads of the next four chunks start early
-        for place in range(len(brought), min(t + 4 + at_a_time, len(steps))):
+        # loads of the next four steps start early
+        for place in range(len(brought), min(t + 5, len(steps))):
             step = steps[place]
-            if not step[1] and step[2] == spec.first_key and step[0] % each == 0:
-                fetched.append(fetch_columns(qs[step[0] // each], spec))
-            if step[0] % at_a_time > 0:
-                # the load of the group before has brought it
-                brought.append(brought[place - chunks])
-            elif step[1]:
-                brought.append(load_rows_of(v, at_a_time, step))
+            if step[1]:
+                brought.append(load_rows_of(v, wide, step))
             else:
-                brought.append(load_keys_of(k, at_a_time, step, spec))
-        # keys of the next two chunks are turned before the products of this one
+                if step[6] == 0:
+                    fetched.append(fetch_columns(qs[step[0] // strips], spec))
+                brought.append(load_keys_of(k, wide, step, spec))
+        # keys of the next two steps are turned before the products of this one
         for place in range(len(keys), min(t + 3, len(steps))):
             step = steps[place]
-            tile = brought[place]
-            own = tile[0:128, step[0] % at_a_time, 0 : tile.shape[2], 0 : tile.shape[3]]
+            if step[6] == 0 and not step[1]:
+                queries.append(turn_columns(fetched[step[0] // strips], angles, spec, schedule))
             if step[1] or spec.k_layout == "col":
-                keys.append(own)
+                keys.append(brought[place])
             else:
-                keys.append(turn_keys(own, step, spec, schedule))
+                keys.append(turn_keys(brought[place], step, spec, schedule))
+        known = (len(tops), len(diagonals), len(results))
         step = steps[t]
-        g = step[0]
-        begins = step[2] == spec.first_key
-        if step[1] and begins and g % each == 0:
-            diagonal = largest_of(tops[g // each], identity)
-            soften(weights, scores[g : g + each], diagonal, qs[0].dtype, spec)
+        strip = step[0]
+        own = strip // strips
+        place = strip % strips
         if step[1]:
-            if begins:
-                shape = sums_shape(spec, schedule)
-                sums = nl.ndarray((128, shape[0], shape[1]), dtype=nl.float32, buffer=nl.psum)
-                if g % each == 0:
-                    # the weighted values of a set
-                    shape = (128, spec.parts, schedule.pack, each * spec.columns)
-                    made = nl.ndarray(shape, dtype=nl.float32, buffer=nl.sbuf)
-            weigh_cache(sums, weights[g], keys[t], step, spec, schedule)
-            if step[6]:
-                add_sums(made, sums, g % each, spec, schedule)
-                if (g + 1) % each == 0:
-                    total = over_tiles(weights[g + 1 - each : g + 1], nl.add, spec)
-                    finish_set(outs[g // each], made, total, spec, schedule)
+            if step[2] == spec.first_key:
+                sums = make_sums(wide, spec, schedule)
+                if place == 0:
+                    made = nl.ndarray(
+                        (128, spec.parts, schedule.pack, each * spec.columns),
+                        dtype=nl.float32,
+                        buffer=nl.sbuf,
+                    )
+            weigh_cache(sums, weights[strip], keys[t], step, spec, schedule)
+            if step[7]:
+                add_sums(made, sums, wide * place * spec.columns, spec, schedule)
+                if place == strips - 1:
+                    results.append(
+                        (made, over_tiles(weights[strip + 1 - strips : strip + 1], nl.add))
+                    )
         else:
-            if begins:
-                if g % each == 0:
-                    queries.append(turn_columns(fetched[g // each], angles, spec, schedule))
-                scores.append(make_scores(spec))
-            score_chunk(scores[g], keys[t], queries[g // each], g % each, step, spec, schedule)
-            hide_chunk(scores[g], step, spec)
-            if step[6] and (g + 1) % each == 0:
-                tops.append(over_tiles(scores[g + 1 - each : g + 1], nl.maximum, spec))
+            if step[2] == spec.first_key:
+                scores.append(make_scores(wide, spec))
+            score_chunk(scores[strip], keys[t], queries[own], wide * place, step, spec, schedule)
+            hide_chunk(scores[strip], step, spec)
+            if step[7] and place == strips - 1:
+                tops.append(over_tiles(scores[strip + 1 - strips : strip + 1], nl.maximum))
+        # what a set goes on with waits for another step, if there is one before it is needed
+        if len(qs) == 1 or len(steps) == 2 * len(qs) or t == len(steps) - 1:
+            known = (len(tops), len(tops), len(results))
+        for i in range(len(diagonals), known[0]):
+            diagonals.append(largest_of(tops[i], identity))
+        for i in range(len(weights) // strips, known[1]):
+            some = scores[i * strips : (i + 1) * strips]
+            soften(weights, some, diagonals[i], qs[0].dtype, spec)
+        for i in range(stored, known[2]):
+            finish_set(outs[i], results[i][0], results[i][1], spec, schedule)
+            stored = i + 1
 
 
-def list_chunks(groups, each, spec):
-    """Return chunks of keys and of values, in the order of their use.
+def list_loads(count, strips, wide, spec):
+    """Return loads of keys and of values of `count` strips, in the order of their use.
 
-    Each is (group, whether it is of values, first key, tiles, tiles before it, keys of a tile,
-    whether it is the last of its group). Keys of a set come before the values of the set before.
+    Each is (strip, whether it is of values, first key, tiles, tiles before it, keys of a tile, how
+    many come before it in its set, whether it is the last of its strip). Keys of a set come before
+    the values of the set before.
     """
-    whole = spec.keys // 128
-    rest = spec.keys % 128
+    high = spec.keys // spec.cache_tiles
+    rest = spec.keys % spec.cache_tiles
     chunks = []
-    for tile in range(0, whole, 32):
-        count = min(32, whole - tile)
-        chunks.append((spec.first_key + 128 * tile, count, tile, 128))
+    for tile in range(0, spec.cache_tiles, 32):
+        some = min(32, spec.cache_tiles - tile)
+        chunks.append((spec.first_key + high * tile, some, tile, high))
     if rest > 0:
-        chunks.append((spec.context - rest, 1, whole, rest))
+        chunks.append((spec.context - rest, 1, spec.cache_tiles, rest))
     steps = []
-    for start in range(0, groups + each, each):
+    for start in range(0, count + strips, strips):
         for behind in range(2):
-            first = start - each * behind
-            for g in range(max(0, first), min(first + each, groups)):
+            first = start - strips * behind
+            for strip in range(max(0, first), min(first + strips, count)):
                 for i in range(len(chunks)):
-                    chunk = chunks[i]
-                    last = chunk[0] + chunk[1] * chunk[3] == spec.context
-                    steps.append((g, behind == 1, chunk[0], chunk[1], chunk[2], chunk[3], last))
+                    begin, tiles, before, rows = chunks[i]
+                    steps.append((
+                        strip, behind == 1, begin, tiles, before, rows,
+                        len(chunks) * (strip - first) + i, i == len(chunks) - 1,
+                    ))  # fmt: skip
     return steps
 
 
-def make_scores(spec):
-    """Return room for the scores of a group: [128, tiles, columns]."""
-    scores = nl.ndarray((128, spec.cache_tiles, spec.columns), dtype=nl.float32, buffer=nl.sbuf)
-    if spec.keys % 128 > 0:
-        nisa.memset(
-            dst=scores[0:128, spec.cache_tiles - 1 : spec.cache_tiles, 0 : spec.columns], value=0.0
-        )
+def make_scores(groups, spec):
+    """Return room for the scores of a strip: [128, groups, tiles, columns]."""
+    scores = nl.ndarray(
+        (128, groups, spec.score_tiles, spec.columns), dtype=nl.float32, buffer=nl.sbuf
+    )
+    if spec.keys < 128 * spec.score_tiles:
+        # partitions without a key
+        nisa.memset(dst=scores, value=-1.0e30)
     return scores
 
 
-def list_passes(step, schedule):
-    """Return (first tile, tiles) of each pass over a chunk: packs, then single tiles."""
-    whole = step[3] // schedule.pack * schedule.pack
-    passes = []
-    for first in range(0, whole, schedule.pack):
-        passes.append((first, schedule.pack))
-    for first in range(whole, step[3]):
-        passes.append((first, 1))
-    return passes
+def make_sums(groups, spec, schedule):
+    """Return room in a bank for the weighted values of a strip, [128, groups, turns, parts of d x
+    tiles x columns]: sums take turns, as each one waits."""
+    room = spec.parts * schedule.pack * spec.columns
+    turns = max(1, min(8, 512 // (groups * room), spec.cache_tiles // schedule.pack))
+    return nl.ndarray((128, groups, turns, room), dtype=nl.float32, buffer=nl.psum)
 
 
-def sums_shape(spec, schedule):
-    """Return how many sums of weighted values take turns, and their parts of d x tiles x columns.
+def list_blocks(groups, count, room):
+    """Return (first group, groups, first, count) of blocks of up to `room` of the `count` things
+    of each group."""
+    deep = max(1, room // count)
+    blocks = []
+    for g in range(0, groups, deep):
+        for first in range(0, count, room):
+            blocks.append((g, min(deep, groups - g), first, min(room, count - first)))
+    return blocks
 
-    Eight share a bank, or there are four in more banks.
-    """
-    room = spec.parts * schedule.pack * spec.pitch
-    most = 8 if room <= 64 else 4
-    turns = min(most, max(1, spec.keys // 128 // schedule.pack))
-    return turns, room
 
-
-def beside(tiles, wide, first, count, begin, width, schedule):
-    """Return some columns of `count` tiles beside each other, [wide, count width]."""
+def beside(tiles, wide, slot, first, count, begin, width, schedule):
+    """Return columns of `count` tiles of a group beside each other, [wide, count width]."""
     if schedule.pack > 1:
-        some = tiles[0:wide, first : first + count, begin : begin + width]
+        some = tiles[0:wide, slot, first : first + count, begin : begin + width]
         return some.reshape((wide, count * width))
-    return tiles[0:wide, first, begin : begin + width]
+    return tiles[0:wide, slot, first, begin : begin + width]
 
 
 def spread_angles(rope, heads, spec):
@@ -211,7 +223,7 @@ def spread_queries(q_t, natural, columns, spec, schedule):
 
 def load_rows_of(rows, count, step):
     """Return rows of a chunk of some groups [128, count, tiles, d]: neighbours on a partition."""
-    g = step[0]
+    g = count * step[0]
     tiles = step[3]
     wide = step[5]
     d = rows.shape[2]
@@ -226,7 +238,7 @@ def load_keys_of(k, count, step, spec):
     """Return keys of a chunk as they lie: rows, or [128, count, parts of d, keys]."""
     if spec.k_layout == "row":
         return load_rows_of(k, count, step)
-    g = step[0]
+    g = count * step[0]
     keys = step[3] * step[5]
     flat = nl.ndarray((128, count, spec.parts, keys), dtype=k.dtype, buffer=nl.sbuf)
     for part in range(spec.parts):
@@ -237,124 +249,115 @@ def load_keys_of(k, count, step, spec):
 
 
 def turn_keys(natural, step, spec, schedule):
-    """Return keys of a chunk with the head size on the partitions, [128, parts, passes, 128].
+    """Return keys of a chunk with the head size on the partitions, [128, groups, parts, passes,
+    128].
 
     The tiles of a pack are below each other.
     """
-    passes = list_passes(step, schedule)
-    k_t = nl.ndarray((128, spec.parts, len(passes), 128), dtype=natural.dtype, buffer=nl.sbuf)
-    packs = step[3] // schedule.pack
+    wide = step[5]
+    pack = min(schedule.pack, step[3])
+    passes = step[3] // pack
+    shape = (128, natural.shape[1], spec.parts, passes, 128)
+    k_t = nl.ndarray(shape, dtype=natural.dtype, buffer=nl.sbuf)
+    blocks = list_blocks(natural.shape[1], passes, spec.bank_tiles)
     for part in range(spec.parts):
-        for first in range(0, packs, spec.bank_tiles):
-            stop = min(first + spec.bank_tiles, packs)
-            turn_passes(k_t, natural, part, passes[first:stop], first, step, spec, schedule)
-        if packs < len(passes):
-            turn_passes(k_t, natural, part, passes[packs:], packs, step, spec, schedule)
+        deep = min(128, spec.d - 128 * part)
+        height = pack * deep
+        for b in range(len(blocks)):
+            g0, groups, first, count = blocks[b]
+            turned = nl.ndarray((128, groups, count, 128), dtype=natural.dtype, buffer=nl.psum)
+            for g in range(groups):
+                for i in range(count):
+                    tile = pack * (first + i)
+                    tiles = beside(natural, wide, g0 + g, tile, pack, 128 * part, deep, schedule)
+                    nisa.nc_transpose(
+                        dst=turned[0:height, g, i, 0:wide], data=tiles, engine=nisa.engine.tensor
+                    )
+            evict(
+                k_t[0:height, g0 : g0 + groups, part, first : first + count, 0:wide],
+                turned[0:height, 0:groups, 0:count, 0:wide],
+                first // spec.bank_tiles,
+            )
     return k_t
 
 
-def turn_passes(k_t, natural, part, passes, place, step, spec, schedule):
-    """Transpose the tiles of some passes of equal height, the first of which is at `place`."""
-    wide = step[5]
-    deep = min(128, spec.d - 128 * part)
-    height = passes[0][1] * deep
-    count = len(passes)
-    turned = nl.ndarray((128, count, 128), dtype=natural.dtype, buffer=nl.psum)
-    for i in range(count):
-        tiles = beside(natural, wide, passes[i][0], passes[i][1], 128 * part, deep, schedule)
-        nisa.nc_transpose(dst=turned[0:height, i, 0:wide], data=tiles, engine=nisa.engine.tensor)
-    evict(
-        k_t[0:height, part, place : place + count, 0:wide],
-        turned[0:height, 0:count, 0:wide],
-        place // spec.bank_tiles,
-    )
-
-
 def score_chunk(scores, k_t, q_t, slot, step, spec, schedule):
-    """Compute the scores of a chunk for a group of a set, [128 keys, tiles, columns]: before the
+    """Compute the scores of a chunk of a strip, [128 keys, groups, tiles, columns]: before the
     scale, or capped."""
     tiles = step[3]
     wide = step[5]
+    pack = min(schedule.pack, tiles)
     columns = spec.columns
-    passes = list_passes(step, schedule)
-    own = slot * schedule.pack * columns
-    at_once = 512 // columns // schedule.pack
-    for first in range(0, len(passes), at_once):
-        some = passes[first : first + at_once]
-        begin = some[0][0]
-        count = some[len(some) - 1][0] + some[len(some) - 1][1] - begin
-        sums = nl.ndarray((128, count, columns), dtype=nl.float32, buffer=nl.psum)
-        for i in range(len(some)):
-            into = beside(sums, wide, some[i][0] - begin, some[i][1], 0, columns, schedule)
-            for part in range(spec.parts):
-                height = some[i][1] * min(128, spec.d - 128 * part)
-                if spec.k_layout == "col":
-                    keys = k_t[0:height, part, 0 : wide * tiles]
-                    keys = keys.reshape_dim(1, (wide, tiles)).select(2, some[i][0])
-                else:
-                    keys = k_t[0:height, part, first + i, 0:wide]
-                nisa.nc_matmul(
-                    dst=into,
-                    stationary=keys,
-                    moving=q_t[0:height, part, own : own + some[i][1] * columns],
-                    accumulate=part > 0,
-                )
-        place = step[4] + begin
-        part_of = scores[0:wide, place : place + count, 0:columns]
-        evict(part_of, sums[0:wide, 0:count, 0:columns], 1)
+    blocks = list_blocks(k_t.shape[1], tiles // pack, 512 // columns // pack)
+    for b in range(len(blocks)):
+        g0, groups, first, count = blocks[b]
+        sums = nl.ndarray((128, groups, pack * count, columns), dtype=nl.float32, buffer=nl.psum)
+        for g in range(groups):
+            own = (slot + g0 + g) * schedule.pack * columns
+            for i in range(count):
+                into = beside(sums, wide, g, pack * i, pack, 0, columns, schedule)
+                for part in range(spec.parts):
+                    height = pack * min(128, spec.d - 128 * part)
+                    if spec.k_layout == "col":
+                        keys = k_t[0:height, g0 + g, part, 0 : wide * tiles]
+                        keys = keys.reshape_dim(1, (wide, tiles)).select(2, first + i)
+                    else:
+                        keys = k_t[0:height, g0 + g, part, first + i, 0:wide]
+                    nisa.nc_matmul(
+                        dst=into,
+                        stationary=keys,
+                        moving=q_t[0:height, part, own : own + pack * columns],
+                        accumulate=part > 0,
+                    )
+        place = step[4] + pack * first
+        part_of = scores[0:wide, g0 : g0 + groups, place : place + pack * count, 0:columns]
+        evict(part_of, sums[0:wide, 0:groups, 0 : pack * count, 0:columns], 1)
         if spec.soft_cap:
             nisa.activation(dst=part_of, op=nl.tanh, data=part_of, scale=spec.tanh_scale)
 
 
 def hide_chunk(scores, step, spec):
-    """Mask scores of a chunk whose key a query of its column does not see, or that is none."""
+    """Mask scores of a chunk of some groups whose key a query of its column does not see."""
+    groups = scores.shape[1]
     tiles = step[3]
     # the distance of the first query from the first key
     queries = spec.context - spec.m - step[2]
-    tile = scores[0:128, step[4] : step[4] + tiles, 0 : spec.columns]
-    tile = tile.reshape_dim(2, (spec.group, spec.m))
+    every = scores[0:128, 0:groups, step[4] : step[4] + tiles, 0 : spec.columns]
+    every = every.reshape_dim(3, (spec.group, spec.m))
     if spec.causal and step[5] * tiles - 1 > queries:
         nisa.affine_select(
-            dst=tile,
-            pattern=[[-1, tiles], [0, spec.group], [1, spec.m]],
+            dst=every,
+            pattern=[[0, groups], [-1, tiles], [0, spec.group], [1, spec.m]],
             channel_multiplier=-tiles,
-            on_true_tile=tile,
+            on_true_tile=every,
             on_false_value=-1.0e30,
             cmp_op=nl.greater_equal,
             offset=queries,
         )
     if spec.window > 0 and spec.m > 1 and queries + spec.m > spec.window:
         nisa.affine_select(
-            dst=tile,
-            pattern=[[1, tiles], [0, spec.group], [-1, spec.m]],
+            dst=every,
+            pattern=[[0, groups], [1, tiles], [0, spec.group], [-1, spec.m]],
             channel_multiplier=tiles,
-            on_true_tile=tile,
+            on_true_tile=every,
             on_false_value=-1.0e30,
             cmp_op=nl.greater_equal,
             offset=spec.window - queries - 1,
         )
-    if step[5] < 128:
-        nisa.affine_select(
-            dst=tile,
-            pattern=[[0, tiles], [0, spec.group], [0, spec.m]],
-            channel_multiplier=-1,
-            on_true_tile=tile,
-            on_false_value=-1.0e30,
-            cmp_op=nl.greater_equal,
-            offset=step[5] - 1,
-        )
 
 
-def over_tiles(strips, op, spec):
+def over_tiles(strips, op):
     """Return the maxima, or the sums, over the tiles of scores or weights of a set: of each
     partition, [128, columns]."""
-    tiles = strips[0].shape[1]
-    made = nl.ndarray((128, len(strips) * spec.columns), dtype=nl.float32, buffer=nl.sbuf)
+    groups = strips[0].shape[1]
+    tiles = strips[0].shape[2]
+    columns = strips[0].shape[3]
+    made = nl.ndarray((128, len(strips) * groups, columns), dtype=nl.float32, buffer=nl.sbuf)
     for i in range(len(strips)):
-        own = made[0:128, spec.columns * i : spec.columns * (i + 1)]
-        by_column = strips[i][0:128, 0:tiles, 0 : spec.columns].permute((0, 2, 1))
-        nisa.tensor_reduce(dst=own, op=op, data=by_column, axis=2)
-    return made
+        own = made[0:128, groups * i : groups * (i + 1), 0:columns]
+        by_column = strips[i][0:128, 0:groups, 0:tiles, 0:columns].permute((0, 1, 3, 2))
+        nisa.tensor_reduce(dst=own, op=op, data=by_column, axis=3)
+    return made.reshape((128, len(strips) * groups * columns))
 
 
 def largest_of(tops, identity):
@@ -372,61 +375,66 @@ def largest_of(tops, identity):
 
 
 def soften(weights, scores, diagonal, dtype, spec):
-    """Add exp of the scores of each group of a set less their maximum, [128, tiles, columns]."""
+    """Add exp of the scores of each strip of a set less their maximum, [128, groups, tiles,
+    columns]."""
     columns = diagonal.shape[0]
-    tiles = scores[0].shape[1]
+    groups = scores[0].shape[1]
+    tiles = scores[0].shape[2]
     # a product with ones spreads the maxima over the partitions
     ones = filled((columns, 128), nl.float32, 1.0)
-    spread = nl.ndarray((128, 1, columns), dtype=nl.float32, buffer=nl.psum)
-    nisa.nc_matmul(dst=spread[0:128, 0, 0:columns], stationary=ones, moving=diagonal)
+    spread = nl.ndarray(
+        (128, len(scores) * groups, 1, spec.columns), dtype=nl.float32, buffer=nl.psum
+    )
+    nisa.nc_matmul(dst=spread.reshape((128, columns)), stationary=ones, moving=diagonal)
     for i in range(len(scores)):
-        own_weights = nl.ndarray((128, tiles, spec.columns), dtype=dtype, buffer=nl.sbuf)
-        own = spread[0:128, 0:1, spec.columns * i : spec.columns * (i + 1)]
-        part = scores[i][0:128, 0:tiles, 0 : spec.columns]
-        top = own.broadcast(1, tiles)
+        own = spread[0:128, groups * i : groups * (i + 1), 0:1, 0 : spec.columns]
+        top = own.broadcast(2, tiles)
+        part = scores[i][0:128, 0:groups, 0:tiles, 0 : spec.columns]
+        made = nl.ndarray(part.shape, dtype=dtype, buffer=nl.sbuf)
         nisa.tensor_tensor(dst=part, data1=part, data2=top, op=nl.subtract)
-        nisa.activation(dst=own_weights, op=nl.exp, data=part, scale=spec.factor)
-        weights.append(own_weights)
+        nisa.activation(dst=made, op=nl.exp, data=part, scale=spec.factor)
+        weights.append(made)
 
 
 def weigh_cache(sums, weights, v_sb, step, spec, schedule):
-    """Add the weighted values of a chunk, [d, columns]; the sums in turn, as each one waits."""
-    turns = sums.shape[1]
-    passes = list_passes(step, schedule)
-    before = step[4] // schedule.pack + step[4] % schedule.pack
-    for i in range(len(passes)):
-        first = passes[i][0]
-        count = passes[i][1]
-        for part in range(spec.parts):
-            deep = min(128, spec.d - 128 * part)
-            begin = part * schedule.pack * spec.columns
-            stop = begin + count * spec.columns
-            nisa.nc_matmul(
-                dst=sums[0 : count * deep, (before + i) % turns, begin:stop],
-                stationary=beside(v_sb, step[5], first, count, 128 * part, deep, schedule),
-                moving=beside(
-                    weights, step[5], step[4] + first, count, 0, spec.columns, schedule
-                ),
-                accumulate=before + i >= turns,
-            )  # fmt: skip
+    """Add the weighted values of a chunk of a strip, [d, columns]."""
+    turns = sums.shape[2]
+    wide = step[5]
+    pack = min(schedule.pack, step[3])
+    for i in range(step[3] // pack):
+        number = step[4] // schedule.pack + i
+        for g in range(v_sb.shape[1]):
+            moving = beside(weights, wide, g, step[4] + pack * i, pack, 0, spec.columns, schedule)
+            for part in range(spec.parts):
+                deep = min(128, spec.d - 128 * part)
+                begin = part * schedule.pack * spec.columns
+                nisa.nc_matmul(
+                    dst=sums[
+                        0 : pack * deep, g, number % turns, begin : begin + pack * spec.columns
+                    ],
+                    stationary=beside(v_sb, wide, g, pack * i, pack, 128 * part, deep, schedule),
+                    moving=moving,
+                    accumulate=number >= turns,
+                )
 
 
-def add_sums(made, sums, slot, spec, schedule):
-    """Add up the sums of a group, in the columns of its set."""
-    turns = sums.shape[1]
-    columns = spec.columns
-    width = schedule.pack * columns
+def add_sums(made, sums, first, spec, schedule):
+    """Add up the sums of a strip over their turns, in the columns of its set."""
+    groups, turns = sums.shape[1:3]
+    width = schedule.pack * spec.columns
     for part in range(spec.parts):
         height = schedule.pack * min(128, spec.d - 128 * part)
-        own = made[0:height, part, 0 : schedule.pack, columns * slot : columns * (slot + 1)]
-        every = sums[0:height, 0:turns, part * width : (part + 1) * width]
-        every = every.reshape_dim(2, (schedule.pack, columns)).permute((0, 2, 3, 1))
-        nisa.tensor_reduce(dst=own, op=nl.add, data=every, axis=3)
+        own = made[
+            0:height, part, 0 : schedule.pack, first : first + groups * spec.columns
+        ].reshape_dim(2, (groups, spec.columns))
+        every = sums[0:height, 0:groups, 0:turns, part * width : (part + 1) * width]
+        every = every.reshape_dim(3, (schedule.pack, spec.columns)).permute((0, 3, 1, 4, 2))
+        nisa.tensor_reduce(dst=own, op=nl.add, data=every, axis=4)
 
 
 def finish_set(out, made, sums, spec, schedule):
     """Turn the weighted values, divide by the sums of the weights, and store y of a set."""
-    columns = made.shape[3]
+    columns = sums.shape[1]
     ones = filled((128, 1), nl.float32, 1.0)
     total = nl.ndarray((columns, 1), dtype=nl.float32, buffer=nl.psum)
     nisa.nc_matmul(dst=total, stationary=sums, moving=ones)
