@@ -129,11 +129,12 @@ def test_one_token_more_takes_hardly_more_time(line, few, more):
 
 @pytest.mark.parametrize(
     "line",
-    [f"gated_mlp_up m=1 {COLUMNS}", f"gated_mlp_up m=16 {COLUMNS}", "gated_mlp m=1 x_layout=col",
-     f"gated_mlp m=1 {COLUMNS}"],
+    [f"gated_mlp_up m=1 k=1024 n=4096 {COLUMNS}", f"gated_mlp_up m=16 k=1024 n=4096 {COLUMNS}",
+     "gated_mlp m=1 k=1024 n=4096 x_layout=col", f"gated_mlp m=1 k=1024 n=4096 {COLUMNS}",
+     "gated_mlp m=16 k=7168 n=128"],
 )  # fmt: skip
 def test_a_dense_gated_kernel_is_faster_than_its_products(line):
-    spec = spec_of(f"{line} k=1024 n=4096")
+    spec = spec_of(line)
     apart = [choose(one, "trn2")[0].simulated_us for one in spec.as_products()[0]]
     assert choose(spec, "trn2")[0].simulated_us < sum(apart)
 

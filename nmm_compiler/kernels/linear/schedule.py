@@ -356,7 +356,7 @@ def candidates(layer: Layer, target: Target) -> Iterator[LinearSchedule]:
     """Yield schedules that may be legal, about 50."""
     few = layer.m <= FEW
     x_ways = x_loads(layer, target)[: 2 if few else 1]
-    widest = max(one.n for one in layer.linears)
+    widest = max(one.n for one in (*layer.linears, layer.down))
     rank = max((pair.r for pair in layer.pairs), default=128)
     loads: tuple[int, ...] = (4096, 2048, 8192) if few else (2048, 8192)
     loads = (16384,) if few and layer.mx else loads
