@@ -55,7 +55,10 @@ def dma_us(dmas: Iterable[tuple[int, int, int, str]], target: Target) -> float:
             runs = 128
         else:
             each = max(
-                target.dma_descriptor_min_seconds, target.dma_descriptor_seconds + run / rate
+                target.dma_short_row_seconds
+                if run < target.dma_short_row_bytes
+                else target.dma_descriptor_min_seconds,
+                target.dma_descriptor_seconds + run / rate,
             )
             moved += count * runs * each / target.dma_engines
         issue = target.dma_issue_seconds + runs * target.dma_issue_descriptor_seconds

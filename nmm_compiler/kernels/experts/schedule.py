@@ -115,9 +115,9 @@ class ExpertsSchedule(Schedule):
     split: str = ""
 
     @property
-    def kind(self) -> tuple[str, int]:
-        """How two cores share the kernel, and the tokens of a block."""
-        return (self.split, self.tokens)
+    def kind(self) -> tuple[str, int, int]:
+        """How two cores share the kernel, the tokens of a block, and what a turn takes."""
+        return (self.split, self.tokens, self.at_once)
 
     def plan(self, spec: ExpertsSpec) -> ExpertsPlan:
         """Return what the kernel reads of a core's share."""

@@ -71,9 +71,9 @@ class LinearSchedule(Schedule):
     split: str = ""
 
     @property
-    def kind(self) -> tuple[str, int]:
-        """How two cores share the kernel, and the panels of first factors for many tokens."""
-        return (self.split, self.u_block if self.m_block > FEW else 0)
+    def kind(self) -> tuple[str, int, int]:
+        """How two cores share the kernel, blocks of tokens, and first factors' panels for many."""
+        return (self.split, self.m_block, self.u_block if self.m_block > FEW else 0)
 
     def tokens(self, layer: Layer) -> int:
         """Return the tokens of a block."""
@@ -522,7 +522,8 @@ def _passes(weight: Weight, m: int, rows: bool) -> tuple[Passes, Passes]:
     if rows:
         wide = min(512, weight.block, weight.n)
         count = tiles(m, 128) * tiles(weight.n, wide)
-        return (deep * count, wide), (count, wide)
+        # a pass adds to its sum when the one before it has come through, after about 512 columns
+        return (deep * count, 512), (count, wide)
     count, wide = tiles(weight.n, 128) * tiles(m, 512), min(m, 512)
     return (deep * count, wide), (count, wide)
 
