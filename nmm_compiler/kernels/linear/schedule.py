@@ -369,7 +369,7 @@ def candidates(layer: Layer, target: Target) -> Iterator[LinearSchedule]:
     ):
         banks = target.psum_banks - 2 * ("tensor" in x_load or "tensor" in w_load or turned)
         ranks = _ranks(rank, max(1, banks // tiles(min(m_block, layer.m), 512)))
-        downs = (1,) if few or layer.down.n else (4, 1)
+        downs = (1,) if few else (1, 4) if layer.down.n else (4, 1)
         for u_block, block, load_bytes, down in itertools.product(ranks, blocks, loads, downs):
             made = LinearSchedule(
                 x_load=x_load, ahead=True, w_load=w_load, m_block=m_block, block=block,
@@ -523,7 +523,7 @@ def _passes(weight: Weight, m: int, rows: bool) -> tuple[Passes, Passes]:
         wide = min(512, weight.block, weight.n)
         count = tiles(m, 128) * tiles(weight.n, wide)
         # a pass adds to its sum when the one before it has come through, after about 512 columns
-        return (deep * count, 512), (count, wide)
+        return (deep * count, max(wide, 512 // min(weight.down, tiles(m, 128)))), (count, wide)
     count, wide = tiles(weight.n, 128) * tiles(m, 512), min(m, 512)
     return (deep * count, wide), (count, wide)
 
