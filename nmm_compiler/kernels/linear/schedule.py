@@ -71,9 +71,10 @@ class LinearSchedule(Schedule):
     split: str = ""
 
     @property
-    def kind(self) -> tuple[str, int, int]:
-        """How two cores share the kernel, blocks of tokens, and first factors' panels for many."""
-        return (self.split, self.m_block, self.u_block if self.m_block > FEW else 0)
+    def kind(self) -> tuple[str, int, bool, int]:
+        """How two cores share the kernel, blocks of tokens, whether results are turned, and first
+        factors' panels for many."""
+        return (self.split, self.m_block, self.turned, self.u_block if self.m_block > FEW else 0)
 
     def tokens(self, layer: Layer) -> int:
         """Return the tokens of a block."""
