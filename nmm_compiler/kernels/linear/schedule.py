@@ -509,9 +509,12 @@ def add_loads(done: Work, weight: Weight, size: float, times: int) -> None:
     """Add the loads of a weight, so many times."""
     columns = min(weight.block, weight.n)
     count = tiles(weight.k, weight.chunk) * tiles(weight.n, columns) * times
-    deep = weight.chunk // 128 if weight.order == "consecutive_rows" and columns == weight.n else 1
-    squares = tiles(weight.k, 128) * tiles(weight.n, 128) * times
-    turned = squares, count * tiles(columns, 128), int(min(weight.chunk, weight.k) * size)
+    in_run = columns == weight.n and (weight.load == "runs" or weight.order == ORDERS[0])
+    deep = weight.chunk // 128 if in_run else 1
+    turned = (
+        tiles(weight.k, 128) * tiles(weight.n, 128) * times, count * tiles(columns, 128),
+        int(min(weight.chunk, weight.k) * size),
+    )  # fmt: skip
     total = int(weight.k * weight.n * size) * times
     run = columns * weight.mx_bytes if weight.mx else int(columns * size * deep)
     done.load(weight.load, total, 5 * count if weight.mx else count, run, turned)
