@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import textwrap
 from typing import Any
 
@@ -50,6 +51,9 @@ def kernel_source(
     """Return (function name, source text); the same input always gives the same bytes."""
     family = FAMILIES[spec.family]
     name = kernel_name(spec, schedule, target, dialect)
+    if dialect == "neuronxcc" and getattr(schedule, "own_queue", False):
+        # queues are its compiler's choice, and what some views of DMAs need with them
+        schedule = dataclasses.replace(schedule, own_queue=False)
     flow = (*_CORES[schedule.split], *family.data_flow(spec.share(schedule.split), schedule))
     header = _header(spec, schedule, target, TITLES[dialect], flow)
     source = specialize(

@@ -56,7 +56,9 @@ class _Used(TreeEditor):
 
     def visit_Assign(self, node: ast.Assign) -> ast.stmt | None:
         target, value = assigned(node)
-        return None if target and target not in self.names and _is_pure(value) else node
+        calls = (call for call in nodes(value) if isinstance(call, ast.Call))
+        unused = target and target not in self.names
+        return None if unused and all(called(call) in _PURE_CALLS for call in calls) else node
 
 
 _PURE_CALLS = ("min", "max", "len", "nl.ndarray")
@@ -66,8 +68,3 @@ def remove_unused(statements: Block) -> Block:
     """Return the statements without assignments of values that nothing reads."""
     left: Block = _Used(names_used(statements)).visit_all(statements)
     return statements if left is statements else remove_unused(left)
-
-
-def _is_pure(node: ast.expr) -> bool:
-    """Return whether every call is one of a function, or an allocation, without effects."""
-    return all(called(call) in _PURE_CALLS for call in nodes(node) if isinstance(call, ast.Call))

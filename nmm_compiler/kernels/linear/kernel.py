@@ -61,13 +61,13 @@ def linear(x, spec, schedule, **others):
         if y.bias != "":
             vector = own(others.get(y.bias), 0 if spec.split == "weights" else -1, core)
             bias_sbs[y.place] = load_numbers(
-                vector, y.n, y.last.block, y.lies, schedule.own_queue
+                vector, y.n, y.by_rows, schedule.own_queue
             )  # fmt: skip
         if spec.fp8:
             halved = spec.split == "weights" and spec.scales == "channel"
             scale_sbs[y.place] = product_scales(
                 own(others.get(y.scaled.scale), 0 if halved else -1, core),
-                y.n, y.last.block, spec.scales, y.lies, schedule.own_queue,
+                y.n, spec.scales, y.by_rows, schedule.own_queue,
             )  # fmt: skip
     if spec.branch_tiles > 0:
         every = others.get("branch_scale")
@@ -90,8 +90,7 @@ def linear(x, spec, schedule, **others):
             )  # fmt: skip
         elif factors.scaled and factors.groups.slots == 0:
             p_scales[factors.place] = product_scales(
-                others.get(factors.u.scale), factors.u.n, 128, spec.scales, "columns",
-                schedule.own_queue,
+                others.get(factors.u.scale), factors.u.n, spec.scales, False, schedule.own_queue,
             )  # fmt: skip
             if factors.scale != 1.0:
                 times(p_scales[factors.place], factors.scale)
@@ -157,13 +156,19 @@ def compute_block(
     x_sb = nl.ndarray((128, spec.x_tiles, x_pitch), dtype=x.dtype, buffer=nl.sbuf)
     if spec.x_chunk > 0:
         load_normed(x_sb, x, at, ends.norm_gain, ends.norm_bias, spec)
+    p_sb = (
+        nl.ndarray((128, spec.p_tiles, at.tokens), dtype=p_type, buffer=nl.sbuf)
+        if spec.p_tiles > 0
+        else None
+    )
+    x_how = spec.x_later if spec.p_tiles == 0 else "none"
+    x_left = stored_left(x_sb, p_sb, x, x_how, spec.k, at.tokens, spec)
     squares = [None for pair in spec.pairs]
     for each in spec.pairs:
         squares[each.place] = new_squares(each.u.n, at.tokens) if each.gain != "" else None
     around = Ends(ends.scale, ends.bias, p_factors, ends.p_bias, squares, None, None)
     if spec.p_tiles > 0:
         # p^T = (x u)^T of every pair of factors, one after another in tiles of the rank
-        p_sb = nl.ndarray((128, spec.p_tiles, at.tokens), dtype=p_type, buffer=nl.sbuf)
         x_first = Left(x_sb, x, spec.x_later)
         if spec.gathers:
             for pair in spec.pairs:
@@ -174,10 +179,6 @@ def compute_block(
             project(
                 p_sb, x_first, spec.factors, spec.exchanges_p, spec.tp, around, at, spec, others
             )  # fmt: skip
-    else:
-        p_sb = None
-    x_how = spec.x_later if spec.p_tiles == 0 else "none"
-    x_left = stored_left(x_sb, p_sb, x, x_how, spec.k, at.tokens, spec)
     if spec.combine != "":
         if spec.exchanges_h:
             # both halves of h^T; this core makes its own
@@ -249,7 +250,8 @@ def compute_block(
 
 
 def stored_left(strip, p_sb, source, how, size, tokens, spec) -> Left:
-    """Return a strip as the products with dense weights take it: those of MX blocks quantized."""
+    """Return a strip as the products with dense weights take it: those of MX blocks quantized,
+    which comes before VectorE turns to the products with u."""
     if spec.mx:
         quantized = quantize_strip(strip, size, tokens)
         return Left(quantized[0], source, how, quantized[1], p_sb)

@@ -185,11 +185,6 @@ class Linear(Record):
         return self.rows and not (self.turned or self.runs)
 
     @property
-    def lies(self) -> str:
-        """How the outputs of sums lie, for numbers that meet them: by "rows", "columns", "runs"."""
-        return "rows" if self.by_rows else "runs" if self.runs else "columns"
-
-    @property
     def normed(self) -> bool:
         """Whether one over the norm of p multiplies the sums."""
         return bool(self.low_rank.gain)
@@ -210,7 +205,7 @@ class Layer(Record):
     tp: ranks that share the product, and sum x u. A schedule sets x_load, how x gets onto the
     partitions; x_chunk, its rows a load, 0 where it comes with the first weight; order, which rows
     of x share a partition: consecutive ones, or every 128th, as transposes leave them, or "fours"
-    where products of MX blocks take x.
+    where products of MX blocks take x; x_parts, of x on its way through TensorE.
     """
 
     m: int
@@ -236,6 +231,7 @@ class Layer(Record):
     x_load: str = "rows"
     x_chunk: int = 0
     order: str = STRIDED
+    x_parts: int = 1
     nothing: Weight = Weight()
 
     @functools.cached_property

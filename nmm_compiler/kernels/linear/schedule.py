@@ -95,7 +95,13 @@ class LinearSchedule(Schedule):
         loads = {self.x_load} | {_load(weight, self.w_load) for weight in over_x}
         runs = layer.k >= 256 and loads == {"rows"}
         order = FOURS if layer.mx else ORDERS[0] if runs else STRIDED
-        made = dataclasses.replace(layer, x_load=x_load, x_chunk=step * first, order=order)
+        # NKI Beta 1, which has no queues, has no view for parts either
+        most = FEW // layer.m if self.own_queue and "tensor" in x_load and layer.m <= FEW else 1
+        count, rest = divmod(layer.k, 512 if layer.mx else 128)
+        parts = max(p for p in range(1, most + 1) if p == 1 or not (rest or count % p))
+        made = dataclasses.replace(
+            layer, x_load=x_load, x_chunk=step * first, order=order, x_parts=parts
+        )
         return made.each(lambda linear: self._planned(linear, made))
 
     def _planned(self, linear: Linear, layer: Layer) -> Linear:
@@ -107,9 +113,9 @@ class LinearSchedule(Schedule):
         made = dataclasses.replace(linear, weight=weight, low_rank=pair)
         turned = self.turned and linear.rows
         # each part of v takes products of its own then, which more outputs wait for
-        few = made.last.parts == 1 or linear.n <= 1024
-        alone = not layer.combine or linear.place == len(layer.linears)
-        runs = turned and alone and few and layer.m == 1 and linear.n % 128 == 0
+        few = linear.n <= min(made.last.block, 1024 if made.last.parts > 1 else linear.n)
+        bare = not (layer.combine or layer.residual or layer.scales or linear.bias)
+        runs = turned and bare and few and layer.m == 1 and linear.n % 128 == 0
         return dataclasses.replace(made, turned=turned and not runs, runs=runs)
 
     def _arriving(self, weight: Weight, linear: Linear, layer: Layer) -> Weight:
@@ -457,19 +463,23 @@ def work(layer: Layer, schedule: LinearSchedule) -> Work:
     chunk, first_size = min(first.chunk, first.k), weight_bytes(layer.format_of(first))
     panel = min(made.results[0].last.block, made.results[0].n)
     turned = made.x_load.startswith("tensor")
+    # by each of two cores to the other one, a partition and token
+    sent = 4 * made.p_tiles * made.exchanges_p + 4 * made.down.low_rank.tiles * made.exchanges_down
+    sent += item_bytes(made.kept_dtype) * made.h_tiles * made.exchanges_h
     done = Work(
         lead_bytes=int(chunk * (tokens * x_size + min(first.block, first.n) * first_size)),
         lead_passes=(4 * (layer.norm != "none"), tiles(min(layer.m, 512) * layer.k, 128)),
         tail_matmuls=(tiles(panel, 512) * tiles(min(tokens, 512), 128), min(512, panel)),
-        tail_bytes=min(layer.m, 128) * panel * item_bytes(layer.result_dtype) + _exchanged(made),
+        tail_bytes=min(layer.m, 128) * panel * item_bytes(layer.result_dtype) + 128 * made.m * sent,
         hops=3 + turned + bool(made.factors) + bool(made.down.n) + len(made.down_pairs),
     )
     step = made.x_chunk or first.chunk
     count = tiles(layer.k, step) * m_blocks
     deep = step // 128 if made.order == ORDERS[0] and tokens == layer.m else 1
     run = x_size * tokens * deep
-    squares = tiles(layer.k, 128) * tiles(layer.m, 128)
-    done.load(made.x_load, total, count, run, (squares, count * tiles(tokens, 128), step * x_size))
+    squares = tiles(layer.k, 128) // made.x_parts * tiles(layer.m, 128)
+    flat = (squares, count * tiles(tokens, 128), step // made.x_parts * x_size)
+    done.load(made.x_load, total, count, run, flat)
     if layer.mx:
         done.evictions.append((2 * tiles(layer.k, 512) * m_blocks, 4 * tokens))
     if layer.norm != "none":
@@ -489,20 +499,15 @@ def work(layer: Layer, schedule: LinearSchedule) -> Work:
     for one in made.results:
         _store(done, one, made, schedule)
         wide = min(512, one.n)
-        if one.turned:
-            done.matmuls.append((tiles(one.n, 128), layer.m))
-            done.evictions.append((tiles(one.n, wide), wide))
+        if one.turned:  # as many tiles at once as have 128 columns
+            turns = tiles(tiles(one.n, 128), max(1, FEW // layer.m))
+            done.matmuls.append((turns, FEW))
+            done.evictions.append((tiles(turns, 4), 512))
         elif one.by_rows:  # ones times the row of scales, and of biases, for all partitions
             vectors = ((made.scales == "channel") + bool(one.bias)) * tiles(one.n, wide), wide
             done.matmuls.append(vectors)
             done.evictions.append(vectors)
     return done
-
-
-def _exchanged(made: Layer) -> int:
-    """Return the bytes that each of two cores sends to the other one."""
-    rows = 4 * made.p_tiles * made.exchanges_p + 4 * made.down.low_rank.tiles * made.exchanges_down
-    return 128 * made.m * (rows + item_bytes(made.kept_dtype) * made.h_tiles * made.exchanges_h)
 
 
 def add_loads(done: Work, weight: Weight, size: float, times: int) -> None:
@@ -517,7 +522,7 @@ def add_loads(done: Work, weight: Weight, size: float, times: int) -> None:
     )  # fmt: skip
     total = int(weight.k * weight.n * size) * times
     run = columns * weight.mx_bytes if weight.mx else int(columns * size * deep)
-    done.load(weight.load, total, 5 * count if weight.mx else count, run, turned)
+    done.load(weight.load, total, 2 * count if weight.mx else count, run, turned)
 
 
 def _passes(weight: Weight, m: int, rows: bool) -> tuple[Passes, Passes]:

@@ -201,7 +201,7 @@ def turn_columns(natural, angles, spec, schedule):
     if schedule.pack > 1:
         spread_queries(q_t, turned, columns, spec, schedule)
     else:
-        turn_rows(q_t, turned[0:columns, 0, 0 : spec.d], "strided_rows", 0)
+        turn_rows(q_t, turned[0:columns, 0, 0 : spec.d], "strided_rows", 0, 1)
     return q_t
 
 

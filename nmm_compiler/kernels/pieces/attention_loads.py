@@ -60,7 +60,7 @@ def load_keys(k, rope, spec):
                     natural = rotate(natural, load_angles(rope, r0, deep, spec), deep, spec)
                 turn_rows(
                     k_t[0:128, 0 : spec.parts, r0 : r0 + deep], natural[0:deep, 0, 0 : spec.d],
-                    "strided_rows", r0 // 128,
+                    "strided_rows", r0 // 128, 1,
                 )  # fmt: skip
     return k_t
 
@@ -70,7 +70,7 @@ def load_values(v, spec):
     v_sb = nl.ndarray((128, (spec.context + 127) // 128, spec.d + 1), dtype=v.dtype, buffer=nl.sbuf)
     nisa.memset(dst=v_sb[0:128, 0 : v_sb.shape[1], spec.d : spec.d + 1], value=1.0)
     for c0 in range(0, spec.context, 512):
-        keys = Part(v, c0, min(512, spec.context - c0), 0, spec.d)
+        keys = Part(v, c0, min(512, spec.context - c0), 0, spec.d, 1)
         load_rows(v_sb, c0 // 128, keys, "strided_rows", spec.context)
     return v_sb
 
@@ -94,7 +94,7 @@ def turn_queries(flat, rope, q0, spec):
     q_t = nl.ndarray((128, spec.parts, spec.group, 128), dtype=flat.dtype, buffer=nl.sbuf)
     for h in range(spec.group):
         strip = q_t[0:128, 0 : spec.parts, h, 0:rows]
-        turn_rows(strip, natural[0:rows, h, 0 : spec.d], "strided_rows", h)
+        turn_rows(strip, natural[0:rows, h, 0 : spec.d], "strided_rows", h, 1)
     return q_t
 
 

@@ -78,12 +78,24 @@ def prefill_groups(outs, qs, k, v, rope, spec, schedule):
         for c1 in range(0, spec.section, 128):
             if has_keys(t, 5, c1, steps):
                 step = steps[t - 5]
-                weigh_values(sums[t - 5], stacks[t - 5], values[step[0]], c1, step)
+                width = min(128, step[5] - c1)
+                nisa.nc_matmul(
+                    dst=sums[t - 5][0 : step[3], 0 : spec.d + 1],
+                    stationary=stacks[t - 5][0:width, c1 // 128, 0 : step[3]],
+                    moving=values[step[0]][0:width, (step[4] + c1) // 128, 0 : spec.d + 1],
+                    accumulate=c1 > 0,
+                )
             if has_keys(t, 0, c1, steps):
                 step = steps[t]
                 score(scores[t], queries[len(queries) - 1], keys[step[0]], c1, step, spec)
             if has_keys(t, 3, c1, steps):
-                turn_weights(turned[t - 3], weights[t - 3], c1, steps[t - 3])
+                step = steps[t - 3]
+                keys_of = min(128, step[5] - c1)
+                nisa.nc_transpose(
+                    dst=turned[t - 3][0:keys_of, c1 // 128, 0 : step[3]],
+                    data=weights[t - 3][0 : step[3], c1 : c1 + keys_of],
+                    engine=nisa.engine.tensor,
+                )
             if banded and has_keys(t, 0, c1, steps):
                 mask(scores[t], identity, late, early, c1, steps[t], spec)
 
@@ -240,16 +252,6 @@ def find_weights(scores, shift, step, dtype, spec):
     return weights
 
 
-def turn_weights(bank, weights, c1, step):
-    """Turn the weights of 128 keys."""
-    width = min(128, step[5] - c1)
-    nisa.nc_transpose(
-        dst=bank[0:width, c1 // 128, 0 : step[3]],
-        data=weights[0 : step[3], c1 : c1 + width],
-        engine=nisa.engine.tensor,
-    )
-
-
 def take_out(bank, step):
     """Return the turned weights of a section in SBUF [128, tiles, 128]: keys on the partitions."""
     tiles = step[5] // 128
@@ -265,17 +267,6 @@ def take_out(bank, step):
     if rest > 0:
         evict(stack[0:rest, tiles, 0:rows], bank[0:rest, tiles, 0:rows], 0)
     return stack
-
-
-def weigh_values(sums, stack, v_sb, c1, step):
-    """Add the weighted values of 128 keys, and their weights, to the sums of a section."""
-    width = min(128, step[5] - c1)
-    nisa.nc_matmul(
-        dst=sums[0 : step[3], 0 : sums.shape[1]],
-        stationary=stack[0:width, c1 // 128, 0 : step[3]],
-        moving=v_sb[0:width, (step[4] + c1) // 128, 0 : sums.shape[1]],
-        accumulate=c1 > 0,
-    )
 
 
 def add_section(sums, totals, factor, step):

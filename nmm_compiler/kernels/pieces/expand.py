@@ -94,13 +94,10 @@ def expand_panel(
             )  # fmt: skip
         if result.has_residual and not linear.turned:
             added = nl.ndarray(y_sb.shape, dtype=result.out.dtype, buffer=nl.sbuf)
-            if linear.runs:
-                move(added, as_runs(result.residual, panel.n0, panel.columns), result.own_queue)
-            else:
-                load_rows(
-                    added, 0, Part(result.residual, panel.n0, panel.columns, at.m0, at.tokens),
-                    "strided_rows", panel.columns,
-                )  # fmt: skip
+            load_rows(
+                added, 0, Part(result.residual, panel.n0, panel.columns, at.m0, at.tokens, 1),
+                "strided_rows", panel.columns,
+            )  # fmt: skip
         make_columns(
             result.strip if result.kept else y_sb, dense, chunks[1], low, chunks[0], panel, at,
             ending,
@@ -111,18 +108,12 @@ def expand_panel(
             if result.has_residual:
                 add_tiles(y_sb, added, panel.columns)
             if linear.runs:
-                move(as_runs(result.out, panel.n0, panel.columns), y_sb, result.own_queue)
+                row = result.out[0:1, 0 : panel.columns].reshape_dim(1, (128, panel.columns // 128))
+                move(row.permute((1, 2, 0)), y_sb, result.own_queue)
             else:
                 store_tiles(
                     result.out, y_sb, result.own_queue, panel.n0, panel.columns, at.m0, at.tokens
                 )  # fmt: skip
-
-
-def as_runs(row, n0, columns):
-    """Return outputs of the only row of a matrix in HBM, [128, tiles, 1]: a run a partition."""
-    return (
-        row[0:1, n0 : n0 + columns].reshape_dim(1, (128, columns // 128)).permute((1, 2, 0))
-    )  # fmt: skip
 
 
 def store_turned(result: Result, y_sb, n0, columns, core, cores, at: Block):
@@ -130,56 +121,79 @@ def store_turned(result: Result, y_sb, n0, columns, core, cores, at: Block):
 
     Of several cores each stores its part.
     """
-    whole = columns // (128 * cores) * (128 * cores) if at.tokens == 1 else 0
+    tiles = columns // (128 * cores)
+    # of several tokens by a DMA that NKI Beta 1 has no view for
+    most = min(tiles, 128 // at.tokens) if result.own_queue or at.tokens == 1 else 1
+    whole = tiles // max(1, most) * most
+    first = core * tiles
     if whole > 0:
-        part = whole // 128 // cores
-        tiles = y_sb[0:128, core * part : core * part + part, 0 : at.tokens]
-        store_one_turned(result, tiles, n0 + core * 128 * part, at)
-    if whole < columns:
-        rest = y_sb[0:128, whole // 128 : y_sb.shape[1], 0 : at.tokens]
-        store_rows_turned(result, rest, n0 + whole, columns - whole, core, cores, at)
+        store_tiles_turned(result, y_sb, first, whole // most, most, n0, at)
+    if whole < tiles:
+        store_tiles_turned(result, y_sb, first + whole, 1, tiles - whole, n0, at)
+    done = 128 * cores * tiles
+    if done < columns:
+        rest = y_sb[0:128, done // 128 : y_sb.shape[1], 0 : at.tokens]
+        store_rows_turned(result, rest, n0 + done, columns - done, core, cores, at)
 
 
-def store_one_turned(result: Result, y_sb, n0, at: Block):
-    """Store a row of y: a tile of outputs becomes a row in SBUF, 128 of them in a transpose."""
-    for first in range(0, y_sb.shape[1], 128):
-        count = min(128, y_sb.shape[1] - first)
-        turned = nl.ndarray((count, 128), dtype=y_sb.dtype, buffer=nl.psum)
-        nisa.nc_transpose(
-            dst=turned, data=y_sb[0:128, first : first + count, 0], engine=nisa.engine.tensor
-        )
-        rows_sb = nl.ndarray((count, 128), dtype=result.out.dtype, buffer=nl.sbuf)
-        evict(rows_sb, turned, first // 128)
-        left = n0 + 128 * first
+def store_tiles_turned(result: Result, y_sb, begin, deep, most, n0, at: Block):
+    """Store tiles of outputs from `begin` on as rows, as many in a transpose as `most` says.
+
+    A partition gets outputs of one token, from `deep` tiles that lie one behind another: so a store
+    has long runs, on all DMA engines.
+    """
+    rows = most * at.tokens
+    stop = begin + most * deep
+    rows_sb = nl.ndarray((rows, 128 * deep), dtype=result.out.dtype, buffer=nl.sbuf)
+    if result.has_residual:
+        more = nl.ndarray((rows, 128 * deep), dtype=result.out.dtype, buffer=nl.sbuf)
+        lies = result.residual[at.m0 : at.m0 + at.tokens, n0 + 128 * begin : n0 + 128 * stop]
+        if most > 1:
+            lies = lies.reshape_dim(1, (most, 128 * deep)).permute((1, 0, 2))
+        move(more, lies, result.own_queue)
+    for first in range(0, deep, 4):
+        count = min(4, deep - first)
+        turned = nl.ndarray((rows, 128 * count), dtype=y_sb.dtype, buffer=nl.psum)
+        for i in range(count):
+            if most == 1:
+                square = y_sb[0:128, begin + first + i, 0 : at.tokens]
+            elif at.tokens == 1 and deep == 1:
+                square = y_sb[0:128, begin:stop, 0]
+            else:
+                square = y_sb[0:128, begin + first + i : stop : deep, 0 : at.tokens]
+            nisa.nc_transpose(
+                dst=turned[0:rows, 128 * i : 128 * (i + 1)], data=square, engine=nisa.engine.tensor
+            )
+        part = rows_sb[0:rows, 128 * first : 128 * (first + count)]
         if result.has_residual:
-            more = nl.ndarray((count, 128), dtype=result.out.dtype, buffer=nl.sbuf)
-            lies = result.residual[at.m0, left : left + 128 * count]
-            move(more, lies.reshape_dim(0, (count, 128)), result.own_queue)
-            nisa.tensor_tensor(dst=rows_sb, data1=rows_sb, data2=more, op=nl.add)
-        place = result.out[at.m0 : at.m0 + 1, left : left + 128 * count]
-        move(place.reshape_dim(1, (count, 128)), rows_sb, result.own_queue)
+            added = more[0:rows, 128 * first : 128 * (first + count)]
+            nisa.tensor_tensor(dst=part, data1=turned, data2=added, op=nl.add)
+        else:
+            evict(part, turned, first // 4)
+    place = result.out[at.m0 : at.m0 + at.tokens, n0 + 128 * begin : n0 + 128 * stop]
+    if most > 1:
+        place = place.reshape_dim(1, (most, 128 * deep)).permute((1, 0, 2))
+    move(place, rows_sb, result.own_queue)
 
 
 def store_rows_turned(result: Result, y_sb, n0, columns, core, cores, at: Block):
-    """Store rows of y, turned 128 outputs at a time; a residual is added to them."""
+    """Store outputs that fill no tile for each core, turned; a residual is added to them."""
     rows_sb = nl.ndarray((at.tokens, columns), dtype=result.out.dtype, buffer=nl.sbuf)
+    turned = nl.ndarray((at.tokens, columns), dtype=y_sb.dtype, buffer=nl.psum)
+    for n1 in range(0, columns, 128):
+        width = min(128, columns - n1)
+        nisa.nc_transpose(
+            dst=turned[0 : at.tokens, n1 : n1 + width],
+            data=y_sb[0:width, n1 // 128, 0 : at.tokens],
+            engine=nisa.engine.tensor,
+        )
     if result.has_residual:
         more = nl.ndarray((at.tokens, columns), dtype=result.out.dtype, buffer=nl.sbuf)
         lies = result.residual[at.m0 : at.m0 + at.tokens, n0 : n0 + columns]
         move(more, lies, result.own_queue)
-    for n1 in range(0, columns, 512):
-        width = min(512, columns - n1)
-        turned = nl.ndarray((at.tokens, width), dtype=y_sb.dtype, buffer=nl.psum)
-        for n2 in range(0, width, 128):
-            nw = min(128, width - n2)
-            nisa.nc_transpose(
-                dst=turned[0 : at.tokens, n2 : n2 + nw],
-                data=y_sb[0:nw, (n1 + n2) // 128, 0 : at.tokens],
-                engine=nisa.engine.tensor,
-            )
-        evict(rows_sb[0 : at.tokens, n1 : n1 + width], turned, n1 // 512)
-    if result.has_residual:
-        nisa.tensor_tensor(dst=rows_sb, data1=rows_sb, data2=more, op=nl.add)
+        nisa.tensor_tensor(dst=rows_sb, data1=turned, data2=more, op=nl.add)
+    else:
+        evict(rows_sb, turned, 0)
     part = columns // cores
     own_rows = rows_sb[0 : at.tokens, core * part : core * part + part]
     first = n0 + core * part

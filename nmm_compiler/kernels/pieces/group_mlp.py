@@ -122,7 +122,7 @@ def strips_of(flats, tokens, spec):
     for tile in range(len(flats)):
         high = flats[tile].shape[0]
         part = x_sb[0:128, 0 : x_sb.shape[1], 128 * tile : 128 * tile + high]
-        turn_rows(part, flats[tile], spec.order, tile)
+        turn_rows(part, flats[tile], spec.order, tile, 1)
     return as_left(x_sb, spec.up.k, tokens, spec)
 
 

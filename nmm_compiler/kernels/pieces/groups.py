@@ -128,7 +128,7 @@ def project_gathered(p_sb, left: Left, u, columns, mask, pair, at: Block, spec):
         rows = min(128, pair.u.n - first)
         flat = loaded(u.vector_select(0, columns[tile]))
         strip = u_sb[0:128, 0:k_tiles, first : first + rows]
-        turn_rows(strip, flat, pair.u.order, tile)
+        turn_rows(strip, flat, pair.u.order, tile, 1)
     for r0 in range(0, pair.u.n, pair.u.block):
         wide = min(pair.u.block, pair.u.n - r0)
         make_columns(

@@ -85,38 +85,44 @@ def load_transposed_by_tensor(dst, tile, part: Part, order, widen):
     tiles = (part.rows + 511) // 512 * 4 if order == "fours" else (part.rows + 127) // 128
     for start in range(0, part.columns, 128):
         width = min(128, part.columns - start)
-        flat = nl.ndarray((width, part.rows), dtype=dtype, buffer=nl.sbuf)
+        each = part.rows // part.parts
+        flat = nl.ndarray((part.parts * width, each), dtype=dtype, buffer=nl.sbuf)
         first = part.column + start
-        nisa.dma_copy(
-            dst=flat, src=part.src[first : first + width, part.row : part.row + part.rows]
-        )
+        rows = part.src[first : first + width, part.row : part.row + part.rows]
+        if part.parts > 1:
+            rows = rows.reshape_dim(1, (part.parts, each)).permute((1, 0, 2))
+        nisa.dma_copy(dst=flat, src=rows)
         strip = dst[0:128, tile : tile + tiles, start : start + width]
-        turn_rows(strip, flat, order, start // 128)
+        turn_rows(strip, flat, order, start // 128, part.parts)
 
 
-def turn_rows(dst, flat, order, turn):
+def turn_rows(dst, flat, order, turn, parts):
     """Write rows of a tile, their elements a contraction index, as a strip: TensorE turns them.
 
-    One copy empties a bank of PSUM.
+    parts: of the contraction, whose rows lie one behind another. One copy empties a bank of PSUM.
     """
-    width = flat.shape[0]
+    high = flat.shape[0]
+    width = high // parts
     rows = flat.shape[1]
     unit = 4 if order == "fours" else 1
     tiles = rows // (128 * unit) * unit
-    many = 512 // width if unit == 1 else unit
+    many = 512 // high if unit == 1 else unit
     for first in range(0, tiles, many):
         count = min(many, tiles - first)
-        turned = nl.ndarray((128, count, width), dtype=flat.dtype, buffer=nl.psum)
+        turned = nl.ndarray((128, count, high), dtype=flat.dtype, buffer=nl.psum)
         for i in range(count):
             if order == "consecutive_rows":
-                square = flat[0:width, first + i : 128 * tiles : tiles]
+                square = flat[0:high, first + i : 128 * tiles : tiles]
             elif order == "fours":
                 begin = (first + i) // 4 * 512 + (first + i) % 4
-                square = flat[0:width, begin : begin + 509 : 4]
+                square = flat[0:high, begin : begin + 509 : 4]
             else:
-                square = flat[0:width, 128 * (first + i) : 128 * (first + i + 1)]
-            nisa.nc_transpose(dst=turned[0:128, i, 0:width], data=square, engine=nisa.engine.tensor)
-        evict(dst[0:128, first : first + count, 0:width], turned, first // many + turn)
+                square = flat[0:high, 128 * (first + i) : 128 * (first + i + 1)]
+            nisa.nc_transpose(dst=turned[0:128, i, 0:high], data=square, engine=nisa.engine.tensor)
+        strip = dst[0:128, 0 : parts * tiles, 0:width].reshape_dim(1, (parts, tiles))
+        strip = strip[0:128, 0:parts, first : first + count, 0:width].permute((0, 2, 1, 3))
+        columns = turned[0:128, 0:count, 0:high].reshape_dim(2, (parts, width))
+        evict(strip, columns, first // many + turn)
     deep = rows // unit % 128
     if deep > 0:
         turned = nl.ndarray((deep, unit, width), dtype=flat.dtype, buffer=nl.psum)

@@ -72,7 +72,7 @@ def load_mx_chunk(term: Term, k0, n0, columns):
     wanted = 2 if size * columns < 4096 else 1
     early = min(wanted if size * columns >= 2048 else tiles, rows // 512)
     data = term.weight[k0 // 4 : (k0 + rows) // 4, size * n0 : size * (n0 + columns)]
-    load_rows(tile, 0, Part(data, 0, 128 * early, 0, size * columns), "strided_rows", rows)
+    load_rows(tile, 0, Part(data, 0, 128 * early, 0, size * columns, 1), "strided_rows", rows)
     for group in range((rows + 2047) // 2048):
         deep = min(2048, rows - 2048 * group)
         place = tile[0:128, group, size * columns : (size + 1) * columns]
@@ -84,7 +84,7 @@ def load_mx_chunk(term: Term, k0, n0, columns):
             for quadrant in range(min(4, (deep + 127) // 128)):
                 load_scales(place, scales, quadrant, deep // 512, (deep % 512) // 128)
     for late in range(early, tiles):
-        own = Part(data, 128 * late, min(128, rows // 4 - 128 * late), 0, size * columns)
+        own = Part(data, 128 * late, min(128, rows // 4 - 128 * late), 0, size * columns, 1)
         load_rows(tile, late, own, "strided_rows", rows)
     return tile
 
@@ -95,10 +95,8 @@ def load_scales_by_all(dst, src):
     Those of the second half of the outputs arrive on the other partitions of each quadrant.
     """
     half = src.shape[1] // 2
-    rows = src.reshape_dim(0, (4, 4, 4))
-    for quadrant in range(4):
-        part = rows[0:4, quadrant, 0:4, 0 : 2 * half].reshape_dim(2, (2, half))
-        move(dst[32 * quadrant : 32 * quadrant + 32, 0:half], part.permute((2, 0, 1, 3)), True)
+    rows = src[0:64, 0 : 2 * half].reshape_dim(0, (4, 4, 4)).reshape_dim(3, (2, half))
+    move(dst[0:128, 0:half], rows.permute((1, 3, 0, 2, 4)), True)
 
 
 def move_scales(w_sb, rows, size, columns):

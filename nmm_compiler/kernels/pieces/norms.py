@@ -61,7 +61,7 @@ def feature_columns(vector, size, order, offset):
         held = nl.ndarray((128, (size + 127) // 128, 1), dtype=vector.dtype, buffer=nl.sbuf)
         if size % 128 > 0:
             nisa.memset(dst=held, value=0.0)
-        load(held, 0, Part(vector.reshape((size, 1)), 0, size, 0, 1), "rows", order, size)
+        load(held, 0, Part(vector.reshape((size, 1)), 0, size, 0, 1, 1), "rows", order, size)
         raw = held.reshape((128, (size + 127) // 128))
     columns = nl.ndarray(raw.shape, dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_scalar(dst=columns, data=raw, op0=nl.add, operand0=offset)
@@ -74,7 +74,7 @@ def load_normed(x_sb, x, at: Block, gain, bias, spec):
     gain, bias: fp32 [128, tiles], as the features lie in the strip.
     """
     for k0 in range(0, spec.k, spec.x_chunk):
-        part = Part(x, k0, min(spec.x_chunk, spec.k - k0), at.m0, at.tokens)
+        part = Part(x, k0, min(spec.x_chunk, spec.k - k0), at.m0, at.tokens, spec.x_parts)
         load(x_sb, k0 // 128, part, spec.x_load, spec.order, spec.k)
     if spec.norm != "none":
         normalize(x_sb, at.tokens, gain, bias, spec)
@@ -156,11 +156,12 @@ def scale_tiles(part, tile, mean, inverse, gain, bias, spec):
     tokens = part.shape[2]
     value = nl.ndarray((rows, count, tokens), dtype=nl.float32, buffer=nl.sbuf)
     every = inverse.reshape((128, 1, tokens))[0:rows, 0:1, 0:tokens].broadcast(1, count)
+    inner = value if spec.norm_gain or spec.norm_bias else part
     if spec.norm == "layer":
         subtract_means(value, part, mean)
-        nisa.tensor_tensor(dst=value, data1=value, data2=every, op=nl.multiply)
+        nisa.tensor_tensor(dst=inner, data1=value, data2=every, op=nl.multiply)
     else:
-        nisa.tensor_tensor(dst=value, data1=part, data2=every, op=nl.multiply)
+        nisa.tensor_tensor(dst=inner, data1=part, data2=every, op=nl.multiply)
     scaled = part if not spec.norm_bias else value
     if spec.norm_gain:
         own_gain = gain[0:rows, tile : tile + count].reshape((rows, count, 1))
@@ -170,5 +171,3 @@ def scale_tiles(part, tile, mean, inverse, gain, bias, spec):
     if spec.norm_bias:
         own_bias = bias[0:rows, tile : tile + count].reshape((rows, count, 1))
         nisa.tensor_tensor(dst=part, data1=value, data2=own_bias.broadcast(2, tokens), op=nl.add)
-    elif not spec.norm_gain:
-        nisa.tensor_copy(dst=part, src=value)

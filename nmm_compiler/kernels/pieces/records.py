@@ -13,13 +13,18 @@ from .weight_plan import WeightPlan
 
 @dataclass
 class Part(nl.NKIObject):
-    """A part of a matrix in HBM whose rows, or columns, are a contraction index."""
+    """A part of a matrix in HBM whose rows, or columns, are a contraction index.
+
+    parts: of the contraction, which lie one behind another on the partitions on their way through
+    TensorE: so more DMA engines, which belong to partitions, load few rows.
+    """
 
     src: object
     row: int
     rows: int
     column: int
     columns: int
+    parts: int
 
 
 @dataclass

@@ -2,8 +2,8 @@
 
 They are few bytes, which no product waits for: with own_queue the sync engine's queue loads them,
 idle until the first result leaves, so that x and the weights are not behind them. One scale of a
-weight is [128, 1]; one per output lies as `Linear.lies` says: a column per 128 outputs, "columns",
-a row of neighbours on each partition, "runs", or a row on every partition, [128, n], "rows".
+weight is [128, 1]; one per output is a column per 128 outputs, or with `by_rows` a row on every
+partition, [128, n].
 """
 
 import nki.isa as nisa
@@ -13,26 +13,18 @@ from .loads_and_stores import evict, move
 from .new_tiles import filled
 
 
-def product_scales(scale, n, block, scales, lies, own_queue):
+def product_scales(scale, n, scales, by_rows, own_queue):
     """Return what the sums of a product are multiplied by, as its outputs lie."""
     if scales == "channel":
-        return load_numbers(scale, n, block, lies, own_queue)
+        return load_numbers(scale, n, by_rows, own_queue)
     return load_scale(scale, own_queue)
 
 
-def load_numbers(vector, n, block, lies, own_queue):
-    """Return a number of each output as sums lie; block: outputs of a panel of them."""
-    if lies == "rows":
+def load_numbers(vector, n, by_rows, own_queue):
+    """Return a number of each output as sums lie."""
+    if by_rows:
         return load_spread(vector, n, own_queue)
-    if lies == "columns":
-        return load_columns(vector, n, 1, 0, 1, own_queue)
-    runs = nl.ndarray((128, n // 128), dtype=nl.float32, buffer=nl.sbuf)
-    for n0 in range(0, n, block):
-        tiles = min(block, n - n0) // 128
-        held = nl.ndarray((128, tiles), dtype=vector.dtype, buffer=nl.sbuf)
-        move(held, vector[n0 : n0 + 128 * tiles].reshape_dim(0, (128, tiles)), own_queue)
-        nisa.tensor_copy(dst=runs[0:128, n0 // 128 : n0 // 128 + tiles], src=held)
-    return runs
+    return load_columns(vector, n, 1, 0, 1, own_queue)
 
 
 def load_scale(scale, own_queue):

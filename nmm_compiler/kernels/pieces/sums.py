@@ -27,7 +27,7 @@ def load_chunk(term: Term, k0, n0, columns):
     pitch = (columns + 15) // 16 * 16 if aligned else columns
     deep = (rows + 511) // 512 * 4 if term.plan.order == "fours" else (rows + 127) // 128
     tile = nl.ndarray((128, deep, pitch), dtype=term.weight.dtype, buffer=nl.sbuf)
-    part = Part(term.weight, k0, rows, n0, columns)
+    part = Part(term.weight, k0, rows, n0, columns, 1)
     load(tile, 0, part, term.plan.load, term.plan.order, term.plan.k)
     return tile
 
@@ -48,7 +48,7 @@ def load_parts(term: Term, n0, columns):
 def load_left(term: Term, k0, at: Block):
     """Load a chunk of the left factor from HBM into its strip."""
     rows = min(term.plan.chunk, term.plan.k - k0)
-    part = Part(term.left.source, k0, rows, at.m0, at.tokens)
+    part = Part(term.left.source, k0, rows, at.m0, at.tokens, 1)
     load(term.left.strip, k0 // 128, part, term.left.how, term.plan.order, term.plan.k)
 
 

@@ -163,7 +163,10 @@ class Row:
         }
         self.shapes = ", ".join(
             [f"{role} [{text.replace(' ', ', ')}]" for role, text in sizes.items() if text]
-            + [f"{letter} in {_shown(allowed)}" for letter, allowed in self.limits.items()]
+            + [
+                f"{letter} in {some[0]}..{some[-1]}" + f" in steps of {some.step}" * (some.step > 1)
+                for letter, some in self.limits.items()
+            ]
         )
         where = {
             **dict.fromkeys(sizes, self.memory),
@@ -447,8 +450,3 @@ def instruction(
 ) -> Callable[[Callable[Concatenate[Issue, P], Any]], Callable[P, Any]]:
     """Return the decorator that makes the instruction of a function, with these fields of a row."""
     return functools.partial(Row, **row)
-
-
-def _shown(allowed: range) -> str:
-    step = f" in steps of {allowed.step}" if allowed.step > 1 else ""
-    return f"{allowed[0]}..{allowed[-1]}{step}"

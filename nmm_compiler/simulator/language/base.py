@@ -129,7 +129,9 @@ def ndarray(
     place = kernel_frame()
     if not name:
         if place not in machine.names:
-            machine.names[place] = assigned_name(*place)
+            # of `tile = nl.ndarray(...)` "tile", of `tiles[i] = ...`, `tiles.append(...)` "tiles"
+            found = _ASSIGNED.match(linecache.getline(*place))
+            machine.names[place] = found[1] if found else ""
         name = machine.names[place] or memory
     if buffer is shared_hbm:
         return machine.programs.shared(machine, name, shape, kind, buffer)
@@ -140,15 +142,6 @@ def ndarray(
 
 
 _ASSIGNED = re.compile(r"\s*([\w.]+)(?:\[.*\])?(?:\s*:[^=]+)?(?:\s*=[^=]|\.append\()")
-
-
-def assigned_name(file: str, line: int) -> str:
-    """Return the target of the assignment on a line of a kernel's file, or an empty string.
-
-    `tile = nl.ndarray(...)` gives "tile", `tiles[i] = ...` and `tiles.append(...)` give "tiles".
-    """
-    found = _ASSIGNED.match(linecache.getline(file, line))
-    return found[1] if found else ""
 
 
 def sizes_of(name: str, shape: Any) -> tuple[int, ...]:

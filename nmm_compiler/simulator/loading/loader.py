@@ -187,17 +187,16 @@ class Rebuilder:
         if replaced is not None or not callable(value) or isinstance(value, type):
             return value if replaced is None else replaced
         inner, _ = _unwrapped(value)
-        if not isinstance(inner, types.FunctionType) or not self._reaches_nki(inner.__globals__):
+        if not isinstance(inner, types.FunctionType):
+            return value
+        own = inner.__globals__  # of a rebuilt function, or with a module of `nki`
+        modules = (v.__name__ for v in own.values() if isinstance(v, types.ModuleType))
+        if id(own) not in self.globals and not any(map(_is_nki, modules)):
             return value
         if inner is value:
             return self.function(inner)
         return standins.JitKernel(self.function(inner)) if _is_nki(type(value).__module__) \
             else value  # fmt: skip
-
-    def _reaches_nki(self, module: dict[str, Any]) -> bool:
-        """Return whether a module is a rebuilt function's, or has a module of `nki`."""
-        modules = (v.__name__ for v in module.values() if isinstance(v, types.ModuleType))
-        return id(module) in self.globals or any(map(_is_nki, modules))
 
     @staticmethod
     def _by_name(value: Any) -> Any:
