@@ -115,7 +115,7 @@ def compute_tokens(out, x, index, gates, operands, core, spec):
 
         # as many turns as the chosen groups need: known on the device only
         nl.fori_loop(0, bound, body)
-    result = Result(out, None, False, False, None, False)
+    result = Result(out, None, False, True, None, False)
     at = Block(0, tokens, core)
     if spec.split != "":
         both = nl.ndarray((128, y_tiles, tokens), dtype=nl.float32, buffer=nl.sbuf)

@@ -53,7 +53,7 @@ def quantize_tiles(data, scales, strip, count, tokens, columns, turn):
     if columns > tokens:
         nisa.memset(dst=fours[0:rows, 0:count, tokens:columns, 0:4], value=0.0)
     tiles = strip.reshape_dim(1, (count, 4))
-    evict(fours[0:rows, 0:count, 0:tokens, 0:4], tiles.permute((0, 1, 3, 2)), turn + 1)
+    evict(fours[0:rows, 0:count, 0:tokens, 0:4], tiles.permute((0, 1, 3, 2)), turn)
     nisa.quantize_mx(dst=data, src=fours.reshape((rows, count, 4 * columns)), dst_scale=scales)
 
 

@@ -156,18 +156,18 @@ def scale_tiles(part, tile, mean, inverse, gain, bias, spec):
     tokens = part.shape[2]
     value = nl.ndarray((rows, count, tokens), dtype=nl.float32, buffer=nl.sbuf)
     every = inverse.reshape((128, 1, tokens))[0:rows, 0:1, 0:tokens].broadcast(1, count)
-    inner = value if spec.norm_gain or spec.norm_bias else part
     if spec.norm == "layer":
         subtract_means(value, part, mean)
-        nisa.tensor_tensor(dst=inner, data1=value, data2=every, op=nl.multiply)
-    else:
-        nisa.tensor_tensor(dst=inner, data1=part, data2=every, op=nl.multiply)
-    scaled = part if not spec.norm_bias else value
+    centered = value if spec.norm == "layer" else part
     if spec.norm_gain:
+        # the roots come last: the squares are still summed
         own_gain = gain[0:rows, tile : tile + count].reshape((rows, count, 1))
         nisa.tensor_tensor(
-            dst=scaled, data1=value, data2=own_gain.broadcast(2, tokens), op=nl.multiply
+            dst=value, data1=centered, data2=own_gain.broadcast(2, tokens), op=nl.multiply
         )
+    scaled = value if spec.norm_gain else centered
+    normed = value if spec.norm_bias else part
+    nisa.tensor_tensor(dst=normed, data1=scaled, data2=every, op=nl.multiply)
     if spec.norm_bias:
         own_bias = bias[0:rows, tile : tile + count].reshape((rows, count, 1))
         nisa.tensor_tensor(dst=part, data1=value, data2=own_bias.broadcast(2, tokens), op=nl.add)
