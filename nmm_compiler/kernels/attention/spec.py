@@ -216,10 +216,10 @@ class AttentionSpec(KernelSpec):
     @property
     def cache_tiles(self) -> int:
         """Tiles of up to 128 of them, that passes of a decode step take whole: as many that a
-        partition loads 512 bytes in a run."""
+        partition loads 256 bytes in a run."""
         return self.pack * max(
             tiles(self.keys, 128 * self.pack),
-            min(512 // (self.d * item_bytes(self.dtype)), self.keys) // self.pack,
+            min(256 // (self.d * item_bytes(self.dtype)), self.keys) // self.pack,
         )
 
     @property
