@@ -56,7 +56,7 @@ def dma_us(dmas: Iterable[tuple[int, int, int, str]], target: Target) -> float:
         else:
             each = max(
                 target.dma_short_row_seconds
-                if run < target.dma_short_row_bytes
+                if run < target.dma_short_row_bytes and kind != "hardware"
                 else target.dma_descriptor_min_seconds,
                 target.dma_descriptor_seconds + run / rate,
             )

@@ -50,7 +50,9 @@ class Work:
             squares, count, run = turned
             self.matmuls.append((squares, 128))
             self.evictions.append((tiles(squares, 4), 512))
-        self.move(total, count, run, "transpose" if how == "dma" else "copy")
+        self.move(
+            total, count, run, {"dma": "transpose", "short_rows": "hardware"}.get(how, "copy")
+        )
 
     def move(self, total: int, count: int, run: int, kind: str = "copy") -> None:
         """Add `total` bytes in `count` DMAs of contiguous `run` bytes."""

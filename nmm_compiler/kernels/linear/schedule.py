@@ -109,8 +109,9 @@ class LinearSchedule(Schedule):
             self._arriving(one, linear, layer) if one.k else one
             for one in (linear.low_rank.u, linear.low_rank.v, linear.weight)
         )
-        pair = dataclasses.replace(linear.low_rank, u=u, v=v)
-        made = dataclasses.replace(linear, weight=weight, low_rank=pair)
+        made = dataclasses.replace(
+            linear, weight=weight, low_rank=dataclasses.replace(linear.low_rank, u=u, v=v)
+        )
         turned = self.turned and linear.rows
         # each part of v takes products of its own then, which more outputs wait for
         few = linear.n <= min(made.last.block, 1024 if made.last.parts > 1 else linear.n)
@@ -132,17 +133,30 @@ class LinearSchedule(Schedule):
         chunk = chunk_rows(weight.k, int(columns * size), self.load_bytes)
         fours = layer.mx and weight.name != linear.low_rank.v.name
         apart = 4 if layer.mx and layer.down.n > 0 and not (first or behind) else 1
-        few = layer.corrects(linear) and layer.m <= FEW and weight is not linear.weight
-        few = few and (layer.mx or linear.low_rank.u.k > 384)
+        few = (
+            layer.corrects(linear)
+            and layer.m <= FEW
+            and weight is not linear.weight
+            and (layer.mx or linear.low_rank.u.k > 384)
+        )
         chunk = weight.k if few and weight.layout in RUNS else chunk
         narrow = few and not (first or rows)
+        order = FOURS if fours else layer.order if of_x else STRIDED
         # A sum takes its next product 203 ns behind the one before: of few tokens more sums fit
         # in between, and share a bank.
         share = 1 if first or rows or tokens >= 64 else 2 if layer.mx or layer.combine else 4
         return dataclasses.replace(
             weight,
-            order=FOURS if fours else layer.order if of_x else STRIDED,
+            order=order,
             load="tensor16" if layer.format_of(weight) == FP8 and load == "tensor" else load,
+            # of many short rows, descriptors of the hardware take less than half of the time
+            queue="scalar"
+            if load == "rows"
+            and order == STRIDED
+            and columns * size < 512
+            and weight.k > 512
+            and self.own_queue
+            else False,
             block=128 * tiles(columns, 128),
             chunk=whole_blocks(weight, chunk) if fours else chunk,
             group=max(1, self.banks // across * share),
@@ -522,7 +536,10 @@ def add_loads(done: Work, weight: Weight, size: float, times: int) -> None:
     )  # fmt: skip
     total = int(weight.k * weight.n * size) * times
     run = columns * weight.mx_bytes if weight.mx else int(columns * size * deep)
-    done.load(weight.load, total, 2 * count if weight.mx else count, run, turned)
+    done.load(
+        "short_rows" if weight.queue else weight.load, total, 2 * count if weight.mx else count,
+        run, turned,
+    )  # fmt: skip
 
 
 def _passes(weight: Weight, m: int, rows: bool) -> tuple[Passes, Passes]:

@@ -13,21 +13,21 @@ import nki.language as nl
 from .records import Epilogue, Part
 
 
-def load(dst, tile, part: Part, how, order, total):
+def load(dst, tile, part: Part, how, order, total, queue):
     """Load a part so that its contraction index, `total` long, lies on the partitions."""
     if how == "runs":
         load_runs(dst, tile, part, total)
     elif how == "rows" and order == "fours":
         load_fours(dst, tile, part)
     elif how == "rows":
-        load_rows(dst, tile, part, order, total)
+        load_rows(dst, tile, part, order, total, queue)
     elif how == "dma":
         load_transposed_by_dma(dst, tile, part)
     else:
         load_transposed_by_tensor(dst, tile, part, order, how == "tensor16")
 
 
-def load_rows(dst, tile, part: Part, order, total):
+def load_rows(dst, tile, part: Part, order, total, queue):
     """Load rows of a matrix, the contraction index."""
     tiles = part.rows // 128
     if tiles > 0:
@@ -37,13 +37,15 @@ def load_rows(dst, tile, part: Part, order, total):
             view = part.src[0 : 128 * depth, part.column : part.column + part.columns]
             view = view.reshape_dim(0, (128, depth))
             view = view[0:128, part.row // 128 : part.row // 128 + tiles, 0 : part.columns]
-            nisa.dma_copy(dst=dst[0:128, tile : tile + tiles, 0 : part.columns], src=view)
         else:
             # tile j holds rows 128 j ... 128 j + 127
             rows = part.src[
                 part.row : part.row + 128 * tiles, part.column : part.column + part.columns
             ]
             view = rows.reshape_dim(0, (tiles, 128)).permute((1, 0, 2))
+        if queue:
+            move(dst[0:128, tile : tile + tiles, 0 : part.columns], view, queue)
+        else:
             nisa.dma_copy(dst=dst[0:128, tile : tile + tiles, 0 : part.columns], src=view)
     if part.rows % 128 > 0:
         nisa.dma_copy(

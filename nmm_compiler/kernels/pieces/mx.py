@@ -72,7 +72,9 @@ def load_mx_chunk(term: Term, k0, n0, columns):
     wanted = 2 if size * columns < 4096 else 1
     early = min(wanted if size * columns >= 2048 else tiles, rows // 512)
     data = term.weight[k0 // 4 : (k0 + rows) // 4, size * n0 : size * (n0 + columns)]
-    load_rows(tile, 0, Part(data, 0, 128 * early, 0, size * columns, 1), "strided_rows", rows)
+    load_rows(
+        tile, 0, Part(data, 0, 128 * early, 0, size * columns, 1), "strided_rows", rows, False
+    )
     for group in range((rows + 2047) // 2048):
         deep = min(2048, rows - 2048 * group)
         place = tile[0:128, group, size * columns : (size + 1) * columns]
@@ -85,7 +87,7 @@ def load_mx_chunk(term: Term, k0, n0, columns):
                 load_scales(place, scales, quadrant, deep // 512, (deep % 512) // 128)
     for late in range(early, tiles):
         own = Part(data, 128 * late, min(128, rows // 4 - 128 * late), 0, size * columns, 1)
-        load_rows(tile, late, own, "strided_rows", rows)
+        load_rows(tile, late, own, "strided_rows", rows, False)
     return tile
 
 

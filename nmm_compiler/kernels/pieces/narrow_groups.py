@@ -98,7 +98,13 @@ def load_stack_up(gate_up, groups, q, spec):
         matrix = gate_up.select(0, groups[0:1, s : s + 1])
         own = tile[0:128, j, 0:tiles, 0 : 2 * spec.features]
         load(
-            own, 0, Part(matrix, 0, spec.k, 0, 2 * spec.features, 1), "rows", spec.up.order, spec.k
+            own,
+            0,
+            Part(matrix, 0, spec.k, 0, 2 * spec.features, 1),
+            "rows",
+            spec.up.order,
+            spec.k,
+            False,
         )
     return tile
 

@@ -28,7 +28,7 @@ def load_chunk(term: Term, k0, n0, columns):
     deep = (rows + 511) // 512 * 4 if term.plan.order == "fours" else (rows + 127) // 128
     tile = nl.ndarray((128, deep, pitch), dtype=term.weight.dtype, buffer=nl.sbuf)
     part = Part(term.weight, k0, rows, n0, columns, 1)
-    load(tile, 0, part, term.plan.load, term.plan.order, term.plan.k)
+    load(tile, 0, part, term.plan.load, term.plan.order, term.plan.k, term.plan.queue)
     return tile
 
 
@@ -49,7 +49,7 @@ def load_left(term: Term, k0, at: Block):
     """Load a chunk of the left factor from HBM into its strip."""
     rows = min(term.plan.chunk, term.plan.k - k0)
     part = Part(term.left.source, k0, rows, at.m0, at.tokens, 1)
-    load(term.left.strip, k0 // 128, part, term.left.how, term.plan.order, term.plan.k)
+    load(term.left.strip, k0 // 128, part, term.left.how, term.plan.order, term.plan.k, False)
 
 
 def load_panel(term: Term, n0, columns, at: Block):
@@ -74,8 +74,11 @@ def make_columns(
     n_tiles = (panel.columns + block - 1) // block * panel.apart
     wide = min(512, at.tokens)
     per_bank = min(panel.group, 512 // wide) if wide < 64 else 1
-    bare = epilogue.scales == "" and not epilogue.has_bias and epilogue.activation == "identity"
-    bare = bare and not epilogue.gated and not epilogue.normed
+    bare = (
+        epilogue.scales == ""
+        and epilogue.activation == "identity"
+        and not (epilogue.has_bias or epilogue.gated or epilogue.normed)
+    )
     joint = bare and at.tokens == 1 and per_bank == panel.group and panel.columns % block == 0
     for n1 in range(0, n_tiles, panel.group):
         count = min(panel.group, n_tiles - n1)

@@ -10,11 +10,11 @@ class WeightPlan:
     k: rows of the contraction, 0 for no weight. mx_bytes: of four elements of MX blocks, 0 for any
     other weight. A schedule sets the rest: parts, of the outputs of a panel, which lie on the
     partitions one behind another, so that more DMA engines load them; order, which rows of the
-    contraction share a partition; load, how they get there; block, outputs in SBUF at a time;
-    chunk, rows a load; group, tiles of outputs that are summed together; down, tiles of tokens that
-    are, where the weight moves; ahead, a panel is loaded before the results of the one before it
-    are stored; double_row, two tiles of an fp8 contraction a pass; few_sums, its sums are several
-    at once.
+    contraction share a partition; load, how they get there; queue, of their loads, as `move` takes
+    it; block, outputs in SBUF at a time; chunk, rows a load; group, tiles of outputs that are
+    summed together; down, tiles of tokens that are, where the weight moves; ahead, a panel is
+    loaded before the results of the one before it are stored; double_row, two tiles of an fp8
+    contraction a pass; few_sums, its sums are several at once.
     """
 
     k: int = 0
@@ -22,6 +22,7 @@ class WeightPlan:
     parts: int = 1
     order: str = "strided_rows"
     load: str = "rows"
+    queue: object = False
     block: int = 128
     chunk: int = 128
     group: int = 1
