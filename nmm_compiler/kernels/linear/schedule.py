@@ -156,7 +156,7 @@ class LinearSchedule(Schedule):
             and columns * size < 512
             and weight.k > 512
             and self.own_queue
-            else False,
+            else "",
             block=128 * tiles(columns, 128),
             chunk=whole_blocks(weight, chunk) if fours else chunk,
             group=max(1, self.banks // across * share),

@@ -71,7 +71,7 @@ def load_values(v, spec):
     nisa.memset(dst=v_sb[0:128, 0 : v_sb.shape[1], spec.d : spec.d + 1], value=1.0)
     for c0 in range(0, spec.context, 512):
         keys = Part(v, c0, min(512, spec.context - c0), 0, spec.d, 1)
-        load_rows(v_sb, c0 // 128, keys, "strided_rows", spec.context, False)
+        load_rows(v_sb, c0 // 128, keys, "strided_rows", spec.context, "")
     return v_sb
 
 

@@ -96,7 +96,7 @@ def expand_panel(
             added = nl.ndarray(y_sb.shape, dtype=result.out.dtype, buffer=nl.sbuf)
             load_rows(
                 added, 0, Part(result.residual, panel.n0, panel.columns, at.m0, at.tokens, 1),
-                "strided_rows", panel.columns, False,
+                "strided_rows", panel.columns, "",
             )  # fmt: skip
         make_columns(
             result.strip if result.kept else y_sb, dense, chunks[1], low, chunks[0], panel, at,

@@ -87,7 +87,7 @@ def load_mx_chunk(term: Term, k0, n0, columns):
                 load_scales(place, scales, quadrant, deep // 512, (deep % 512) // 128)
     for late in range(early, tiles):
         own = Part(data, 128 * late, min(128, rows // 4 - 128 * late), 0, size * columns, 1)
-        load_rows(tile, late, own, "strided_rows", rows, False)
+        load_rows(tile, late, own, "strided_rows", rows, "")
     return tile
 
 

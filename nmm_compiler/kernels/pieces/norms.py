@@ -61,7 +61,7 @@ def feature_columns(vector, size, order, offset):
         held = nl.ndarray((128, (size + 127) // 128, 1), dtype=vector.dtype, buffer=nl.sbuf)
         if size % 128 > 0:
             nisa.memset(dst=held, value=0.0)
-        load(held, 0, Part(vector.reshape((size, 1)), 0, size, 0, 1, 1), "rows", order, size, False)
+        load(held, 0, Part(vector.reshape((size, 1)), 0, size, 0, 1, 1), "rows", order, size, "")
         raw = held.reshape((128, (size + 127) // 128))
     columns = nl.ndarray(raw.shape, dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_scalar(dst=columns, data=raw, op0=nl.add, operand0=offset)
@@ -75,7 +75,7 @@ def load_normed(x_sb, x, at: Block, gain, bias, spec):
     """
     for k0 in range(0, spec.k, spec.x_chunk):
         part = Part(x, k0, min(spec.x_chunk, spec.k - k0), at.m0, at.tokens, spec.x_parts)
-        load(x_sb, k0 // 128, part, spec.x_load, spec.order, spec.k, False)
+        load(x_sb, k0 // 128, part, spec.x_load, spec.order, spec.k, "")
     if spec.norm != "none":
         normalize(x_sb, at.tokens, gain, bias, spec)
 

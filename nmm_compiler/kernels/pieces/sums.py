@@ -49,7 +49,7 @@ def load_left(term: Term, k0, at: Block):
     """Load a chunk of the left factor from HBM into its strip."""
     rows = min(term.plan.chunk, term.plan.k - k0)
     part = Part(term.left.source, k0, rows, at.m0, at.tokens, 1)
-    load(term.left.strip, k0 // 128, part, term.left.how, term.plan.order, term.plan.k, False)
+    load(term.left.strip, k0 // 128, part, term.left.how, term.plan.order, term.plan.k, "")
 
 
 def load_panel(term: Term, n0, columns, at: Block):

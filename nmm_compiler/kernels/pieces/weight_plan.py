@@ -22,7 +22,7 @@ class WeightPlan:
     parts: int = 1
     order: str = "strided_rows"
     load: str = "rows"
-    queue: object = False
+    queue: str = ""
     block: int = 128
     chunk: int = 128
     group: int = 1
