@@ -22,7 +22,8 @@ class AttentionSchedule(Schedule):
 
     loop: the groups of heads are a loop on the device.
     split: how two cores share the kernel: "heads" or "query_heads"; "" for one core.
-    own_queue: stores are issued by the sync engine, so that no load waits behind them.
+    own_queue: stores are issued by the sync engine, so that no load waits behind them, and loads of
+        a decode step's keys and values in rows by the scalar engine.
     pack: tiles of keys that one pass of a decode kernel takes, whose heads are 1 / pack of
         TensorE's rows.
     """
