@@ -9,7 +9,7 @@ import pytest
 
 from nmm_compiler.kernels.linear.specs import LowRankSpec
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import neuronmm
 
 CHAIN = LowRankSpec(m=4096, k=2560, r=1664, n=9728)

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from nmm_compiler.errors import KernelArgumentError
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import beta1_kernels
 import public_kernels as public
 import public_library as library

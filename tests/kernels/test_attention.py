@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from judge import first_kernel, prove_right, spec_of, within
 
+from kernels.judge import first_kernel, prove_right, spec_of, within
 from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.codegen.check_against_float64 import compare, random_arrays
 from nmm_compiler.codegen.choose import rank

@@ -4,8 +4,8 @@ import dataclasses
 
 import numpy as np
 import pytest
-from judge import first_kernel, first_us, prove_right, run_with_index, spec_of, within
 
+from kernels.judge import first_kernel, first_us, prove_right, run_with_index, spec_of, within
 from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.codegen.check_against_float64 import random_arrays
 from nmm_compiler.codegen.choose import choose, rank

@@ -6,9 +6,9 @@ import itertools
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
-from judge import first_kernel, prove_right, several, within
-from specs import SPECS
 
+from kernels.judge import first_kernel, prove_right, several, within
+from kernels.specs import SPECS
 from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.codegen.check_against_float64 import compare, random_arrays
 from nmm_compiler.codegen.choose import rank, refusal

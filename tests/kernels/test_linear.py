@@ -4,8 +4,8 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from judge import prove_right, spec_of
 
+from kernels.judge import prove_right, spec_of
 from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.codegen.check_against_float64 import random_arrays
 from nmm_compiler.codegen.choose import choose, rank, simulated

@@ -7,8 +7,12 @@ import sys
 import numpy as np
 import pytest
 import torch
-from judge import several
-from op_calls import (
+from torch._subclasses import FakeTensorMode
+from torch.nn import functional
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from kernels.judge import several
+from kernels.op_calls import (
     TOKENS,
     K,
     N,
@@ -21,10 +25,6 @@ from op_calls import (
     of_dtype,
     weight,
 )
-from torch._subclasses import FakeTensorMode
-from torch.nn import functional
-from torch.utils._pytree import tree_leaves, tree_map_only
-
 from nmm_compiler.errors import ModelError, ShapeError, SpecError, UnknownNameError
 from nmm_compiler.lowrank_models.modules import QuantizedLinear
 from nmm_compiler.ops import registration

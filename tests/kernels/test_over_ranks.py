@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from judge import best_of_each_split, prove_every_split, prove_right, spec_of
-from op_calls import TOKENS, K, N, R, calls, weight
 from processes import on_ranks
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from kernels.judge import best_of_each_split, prove_every_split, prove_right, spec_of
+from kernels.op_calls import TOKENS, K, N, R, calls, weight
 from nmm_compiler import LowRankSpec, build_kernel
 from nmm_compiler.codegen.check_against_float64 import random_arrays
 from nmm_compiler.codegen.choose import rank, simulated

@@ -1,8 +1,8 @@
 """What no kernel computes is refused, with the way out: wrong specs, and targets that lack it."""
 
 import pytest
-from judge import spec_of
 
+from kernels.judge import spec_of
 from nmm_compiler import errors
 from nmm_compiler.codegen.build import build_kernel
 

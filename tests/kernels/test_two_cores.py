@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 import torch
-from judge import best_of_each_split, prove_every_split, prove_right, spec_of
 
+from kernels.judge import best_of_each_split, prove_every_split, prove_right, spec_of
 from nmm_compiler import LowRankSpec, build_kernel, rewrite, simulate
 from nmm_compiler.codegen.check_against_float64 import random_arrays
 from nmm_compiler.codegen.choose import choose, rank

@@ -14,7 +14,7 @@ from nmm_compiler.simulator.isa import cycles
 from nmm_compiler.simulator.timing import costs, evidence, resources
 from nmm_compiler.simulator.timing.schedule import time_trace
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import laws
 import timing_hash
 import timing_points
