@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -38,7 +39,8 @@ TRAFFIC_SHARE = 0.07
 class Choice(Record):
     """One legal schedule: its closed-form cost, and its simulated latency if it was tried.
 
-    in_order_us: the latency if the compiler keeps program order on every engine and queue.
+    in_order_us: the latency if the compiler keeps program order on every engine and queue; 0 of a
+        schedule that is slower than another even if the compiler does not.
     instructions: of the compiled program, where a loop on the device counts once; counted if it was
         tried, else by the closed form.
     traffic_us is the time of its DMAs, of which a share is charged: see TRAFFIC_SHARE.
@@ -47,7 +49,7 @@ class Choice(Record):
     schedule: Any
     cost_us: float
     simulated_us: float | None = None
-    in_order_us: float | None = None
+    in_order_us: float = 0.0
     instructions: int = 0
     traffic_us: float = 0.0
 
@@ -69,8 +71,11 @@ def schedule_table(choices: Sequence[Choice]) -> Grid:
     rows = []
     chosen = choices[0].schedule if choices else None
     for i, choice in enumerate(choices):
-        values = vars(choice.schedule).items()
-        differs = [f"{name}={value}" for name, value in values if getattr(chosen, name) != value]
+        differs = [
+            f"{name}={value}"
+            for name, value in vars(choice.schedule).items()
+            if getattr(chosen, name) != value
+        ]
         simulated = "-" if choice.simulated_us is None else f"{choice.simulated_us:.1f}"
         rows.append((
             str(i), simulated, f"{choice.cost_us:.1f}", f"{choice.instructions:,}",
@@ -80,8 +85,8 @@ def schedule_table(choices: Sequence[Choice]) -> Grid:
     return Grid.of(head, rows, right=head[:-1])
 
 
-Timing = Callable[[KernelSpec, Any, Target], tuple[float, int, float]]
-"""What `simulated` returns for a schedule."""
+Timing = Callable[[KernelSpec, Any, Target, float], tuple[float, int, float]]
+"""What `simulated` returns for a schedule that is compared with a time."""
 
 
 @functools.lru_cache(maxsize=1024)
@@ -92,17 +97,19 @@ def _choose(spec: KernelSpec, target: Target, budget: int) -> tuple[Choice, ...]
 def search(spec: KernelSpec, target: Target, budget: int, timing: Timing) -> tuple[Choice, ...]:
     """Return what `choose` returns, with the schedules timed by `timing`."""
     ranked = list(rank(spec, target, budget))
-    tried: list[Choice] = []
+    tried: dict[Any, Choice] = {}
     spent = 0
     for choice in _to_try(ranked):
         if tried and spent + choice.instructions > SIMULATED_INSTRUCTIONS:
             break
         spent += choice.instructions
-        tried.append(timed(choice, timing(spec, choice.schedule, target)))
-    schedules = {choice.schedule for choice in tried}
-    left = [choice for choice in ranked if choice.schedule not in schedules]
-    tried.sort(key=functools.partial(preference, budget=budget))
-    return tuple(tried + left[: SHOWN - len(tried)])
+        within = (one for one in tried.values() if one.instructions <= budget)
+        least_us = min((preference(one, budget)[1] for one in within), default=math.inf)
+        times = timing(spec, choice.schedule, target, least_us - _charged(0.0, choice))
+        tried[choice.schedule] = timed(choice, times)
+    left = [choice for choice in ranked if choice.schedule not in tried]
+    best = sorted(tried.values(), key=functools.partial(preference, budget=budget))
+    return (*best, *left[: SHOWN - len(best)])
 
 
 def timed(choice: Choice, times: tuple[float, int, float]) -> Choice:
@@ -132,8 +139,7 @@ def preference(choice: Choice, budget: int) -> tuple[bool, float, float]:
 
     Both orders of the program count, program order within IN_ORDER_SHARE.
     """
-    free, kept = choice.simulated_us or 0.0, choice.in_order_us or 0.0
-    latency_us = max(free, kept / (1.0 + IN_ORDER_SHARE))
+    latency_us = max(choice.simulated_us or 0.0, choice.in_order_us / (1.0 + IN_ORDER_SHARE))
     return choice.instructions > budget, _charged(latency_us, choice), choice.cost_us
 
 
@@ -155,8 +161,8 @@ def _legal(spec: KernelSpec, target: Target) -> Iterator[Any]:
         try:
             schedule.check(spec, target)
         except (CapacityError, SpecError) as error:
-            need = sum(schedule.sbuf_bytes(spec.share(schedule.split)).values())
-            misses.setdefault(need, error)
+            needs = schedule.sbuf_bytes(spec.share(schedule.split)).values()
+            misses.setdefault(sum(needs), error)
         else:
             legal += 1
             yield schedule
@@ -219,10 +225,13 @@ def on_device(spec: KernelSpec, schedule: Any, target: Target) -> Any:
     return looped
 
 
-def simulated(spec: KernelSpec, schedule: Any, target: Target) -> tuple[float, int, float]:
+def simulated(
+    spec: KernelSpec, schedule: Any, target: Target, least_us: float = math.inf
+) -> tuple[float, int, float]:
     """Return the latency in the simulator's timing mode, and the instructions of the program.
 
-    The third value is the latency if the compiler keeps program order.
+    The third value is the latency if the compiler keeps program order, or 0 if the first one is
+    over `least_us` already: that of a schedule that is better whatever the third one is.
 
     The template runs as it is, with the compile-time parameters that specialization would write
     into it: the same instructions, without the cost of emitting a file for every candidate.
@@ -234,21 +243,21 @@ def simulated(spec: KernelSpec, schedule: Any, target: Target) -> tuple[float, i
     (turns, _), *rest = schedule.loop_turns(part)
     if turns > 2:
         two = spec.whole_of(part, schedule.so_many_turns(part, 2))
-        latency, count, in_order = simulated(two, schedule, target)
+        latency, count, in_order = simulated(two, schedule, target, least_us * 2 / turns)
         latency, in_order = latency * turns / 2, in_order * turns / 2
+        schedule = dataclasses.replace(schedule, m_loop=False)
         for _, last in rest:
-            last = spec.whole_of(part, last)
-            more = simulated(last, dataclasses.replace(schedule, m_loop=False), target)
+            more = simulated(spec.whole_of(part, last), schedule, target)
             latency, count, in_order = latency + more[0], count + more[1], in_order + more[2]
         return latency, count, in_order
     family = FAMILIES[spec.family]
     arrays: dict[str, Any] = {t.name: ArraySpec(t.shape, t.dtype) for t in spec.inputs()}
-    parameters = family.arguments(spec, schedule) | {"one_of_ranks": spec.tp}
-    where = f"{family.path}:{family.folder}"
     run = simulate(
-        where, target=target, mode="timing", grid=spec.lnc, turns=schedule.turns(spec),
-        **parameters | arrays,
+        f"{family.path}:{family.folder}", target=target, mode="timing", grid=spec.lnc,
+        turns=schedule.turns(spec), one_of_ranks=spec.tp,
+        **family.arguments(spec, schedule), **arrays,
     )  # fmt: skip
     assert run.profile is not None
-    in_order = time_trace(run.trace, target, reorder=False).latency_us
-    return float(run.profile.latency_us), run.profile.program_instructions, float(in_order)
+    free = float(run.profile.latency_us)
+    kept = 0.0 if free > least_us else time_trace(run.trace, target, reorder=False).latency_us
+    return free, run.profile.program_instructions, float(kept)
