@@ -245,9 +245,9 @@ def simulated(
         two = spec.whole_of(part, schedule.so_many_turns(part, 2))
         latency, count, in_order = simulated(two, schedule, target, least_us * 2 / turns)
         latency, in_order = latency * turns / 2, in_order * turns / 2
-        schedule = dataclasses.replace(schedule, m_loop=False)
         for _, last in rest:
-            more = simulated(spec.whole_of(part, last), schedule, target)
+            unrolled = dataclasses.replace(schedule, m_loop=False)
+            more = simulated(spec.whole_of(part, last), unrolled, target)
             latency, count, in_order = latency + more[0], count + more[1], in_order + more[2]
         return latency, count, in_order
     family = FAMILIES[spec.family]
