@@ -8,7 +8,7 @@ import pytest
 from kernels.judge import first_kernel, first_us, prove_right, run_with_index, spec_of, within
 from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.codegen.check_against_float64 import random_arrays
-from nmm_compiler.codegen.choose import choose, rank
+from nmm_compiler.codegen.choose import choose, rank, refusal
 from nmm_compiler.errors import CapacityError, OutOfBoundsError, SpecError
 from nmm_compiler.kernels.experts import ExpertsSpec
 from nmm_compiler.kernels.experts.schedule import ExpertsSchedule
@@ -266,10 +266,19 @@ def test_a_prompt_reads_experts_once_at_four_fifths_of_the_roofline():
     assert qwen.roofline_us(get("trn2")) >= 0.8 * kernel.profile().latency_us
 
 
-@pytest.mark.parametrize("m", [1, 32, 512])
-def test_whole_experts_of_mixtral_fit(m):
-    """A panel of 512 outputs of down, of which two stand in SBUF, would fill it."""
-    assert rank(ExpertsSpec(m=m, k=4096, n=14336, groups=8, top_k=2), get("trn2"))
+@pytest.mark.parametrize("m", [1, 32, 512, 2048, 16384])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        "k=4096 n=14336 groups=8 top_k=2", "k=4096 n=3584 groups=8 top_k=2",  # Mixtral
+        "k=6144 n=16384 groups=8 top_k=2", "k=7168 n=2048 groups=256 top_k=8",  # DeepSeek-V3
+        "k=5120 n=8192 groups=16", "k=4096 n=1536 groups=128 top_k=8",
+        "k=2880 n=2880 groups=32 top_k=4 weight=fp8 limit=7 gate-up-bias down-bias",
+    ],
+)  # fmt: skip
+def test_whole_experts_of_models_fit(m, sizes):
+    """Where SBUF holds no panel of 512 outputs, or no block of 256 tokens, smaller ones do."""
+    assert refusal(spec_of(f"experts m={m} {sizes}"), get("trn2")) is None
 
 
 def test_schedules_that_are_refused():

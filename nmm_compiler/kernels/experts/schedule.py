@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import itertools
 from collections.abc import Iterator
@@ -300,30 +301,38 @@ class ExpertsSchedule(Schedule):
 
 
 def candidates(spec: ExpertsSpec, target: Target) -> Iterator[ExpertsSchedule]:
-    """Yield schedules that may be legal, about 60."""
-    wide = (4096,) if spec.weight else ()  # of few bytes
-    blocks = sizes_of_panels(spec.n, (*wide, 2048, 1024, 512))
-    long = (256,) if spec.n > 8192 else ()  # of 512 outputs two panels fill SBUF
-    downs = sizes_of_panels(spec.k, (4096, 2048, 1024, 512, *long))
-    for (way, at_once, tokens), block, down_block in itertools.product(_ways(spec), blocks, downs):
+    """Yield schedules that may be legal, up to 400."""
+    room = target.sbuf_usable_bytes_per_partition
+
+    def panels(name: str, outputs: int) -> list[int]:
+        one = spec.stored().get(name) or spec.stored()[f"{name}_v"]
+        two = 2 * tiles(one.k, 128) * weight_bytes(one.format, on_chip=True)
+        sizes = sizes_of_panels(outputs, (4096, 2048, 1024, 512, 256, 128))
+        return [size for size in sizes if two * size <= room][:4] or sizes[-1:]
+
+    for (way, at_once, tokens), block, down_block in itertools.product(
+        _ways(spec, room), panels("gate_up", spec.n), panels("down", spec.k)
+    ):
         yield ExpertsSchedule(
             way=way, at_once=at_once, tokens=tokens, block=block, down_block=down_block,
             banks=target.psum_banks - 2,
         )  # fmt: skip
 
 
-def _ways(spec: ExpertsSpec) -> list[tuple[str, int, int]]:
-    """Return ways, what they take a turn, and the tokens of their blocks."""
+def _ways(spec: ExpertsSpec, room: int) -> list[tuple[str, int, int]]:
+    """Return ways, what they take a turn, and the tokens of their blocks.
+
+    x and h of a block take half of the room at most.
+    """
     if spec.m == 1:  # where most picks are on other devices, those that are here
-        few = 2 * spec.expected <= spec.top_k
-        return [("picks", 1, 0), *(("distinct", at_once, 0) for at_once in (1, 2) if few)]
-    picks = spec.m * spec.top_k
-    ways = []
-    if spec.m <= TOKENS:
-        ways += [("distinct", at_once, 0) for at_once in (4, 2, 1, 8)]
+        here = [("distinct", at_once, 0) for at_once in (1, 2) if 2 * spec.expected <= spec.top_k]
+        return [("picks", 1, 0), *here]
+    ways = [("distinct", at_once, 0) for at_once in (4, 2, 1, 8) if spec.m <= TOKENS]
     if spec.m > FEW:
-        each = picks / spec.expected
-        sizes = [size for size in BLOCKS if size >= each / 2][:3] or BLOCKS[-1:]
+        token = (2 * tiles(spec.k, 128) + tiles(spec.n, 128)) * item_bytes(spec.dtype)
+        fits = [size for size in BLOCKS if size * token <= room / 4]
+        half = spec.m * spec.top_k / spec.expected / 2
+        sizes = fits[min(bisect.bisect_left(fits, half), max(0, len(fits) - 2)) :][:3]
         ways += [("blocks", at_once, size) for size in sizes for at_once in (4, 2, 1, 8)]
     return ways
 
@@ -335,9 +344,8 @@ def work(spec: ExpertsSpec, schedule: ExpertsSchedule) -> Work:
     groups = (edges or 1) * made.at_once
     last = tiles(made.down_block, 128) * tiles(spec.n, 512 if spec.mx else 128)
     first = made.up if made.up.k else made.up_v
-    lead = first.chunk * made.up_block * weight_bytes(first.format)
     done = Work(
-        lead_bytes=int(lead) * (1 + 8 * edges),
+        lead_bytes=int(first.chunk * made.up_block * weight_bytes(first.format)) * (1 + 8 * edges),
         # no load hides the last panel of down in a turn of the loop
         tail_matmuls=(last * (1 + edges), max(64, few)),
         tail_bytes=spec.m * spec.k * size,
@@ -346,10 +354,12 @@ def work(spec: ExpertsSpec, schedule: ExpertsSchedule) -> Work:
     for weight in (one for one in weights if one.k):
         count = 2 if weight.name in ("gate_up", "gate_up_v") else 1
         add_loads(done, weight, weight_bytes(weight.format), groups * count)
-        per = 512 if weight.mx else 128
-        squares = groups * count * tiles(weight.k, per) * tiles(weight.n, 128) // made.stack
-        done.matmuls.append((squares, max(64, few)))
-        done.evictions.append((groups * count * tiles(weight.n, 128), few))
+        deep, sums = (
+            tiles(weight.k, 512 if weight.mx else 128),
+            groups * count * tiles(weight.n, 128),
+        )
+        done.matmuls.append((deep * sums // made.stack, max(64, few)))
+        done.evictions.append((sums, few))
     if made.blocks:  # of each block the rows of its tokens come, and those of its picks leave
         rows, times = 2 * made.blocks * made.tokens, 2 * made.blocks * made.token_tiles
         done.move(rows * spec.k * size, times, spec.k * size)
