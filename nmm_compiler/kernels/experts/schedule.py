@@ -301,14 +301,18 @@ class ExpertsSchedule(Schedule):
 
 
 def candidates(spec: ExpertsSpec, target: Target) -> Iterator[ExpertsSchedule]:
-    """Yield schedules that may be legal, up to 400."""
+    """Yield schedules that may be legal, with panels below 512 outputs where others fill SBUF."""
     room = target.sbuf_usable_bytes_per_partition
 
     def panels(name: str, outputs: int) -> list[int]:
         one = spec.stored().get(name) or spec.stored()[f"{name}_v"]
-        two = 2 * tiles(one.k, 128) * weight_bytes(one.format, on_chip=True)
-        sizes = sizes_of_panels(outputs, (4096, 2048, 1024, 512, 256, 128))
-        return [size for size in sizes if two * size <= room][:4] or sizes[-1:]
+        held = {  # two panels of down, of gate and of up, or all of these
+            size: 2 * size * (1 + (name == "gate_up" and size < outputs))
+            * tiles(one.k, 128) * weight_bytes(one.format, on_chip=True)
+            for size in sizes_of_panels(outputs, (4096, 2048, 1024, 512, 256, 128))
+        }  # fmt: skip
+        least = next((size for size in held if held[size] <= 0.6 * room), 128)
+        return [size for size in held if size >= min(512, least) and held[size] <= room] or [128]
 
     for (way, at_once, tokens), block, down_block in itertools.product(
         _ways(spec, room), panels("gate_up", spec.n), panels("down", spec.k)
