@@ -306,8 +306,8 @@ def candidates(spec: ExpertsSpec, target: Target) -> Iterator[ExpertsSchedule]:
 
     def panels(name: str, outputs: int) -> list[int]:
         one = spec.stored().get(name) or spec.stored()[f"{name}_v"]
-        held = {  # two panels of down, of gate and of up, or all of these
-            size: 2 * size * (1 + (name == "gate_up" and size < outputs))
+        held = {  # two panels if there are more, of gate and of up
+            size: size * (1 + (size < outputs)) * (1 + (name == "gate_up"))
             * tiles(one.k, 128) * weight_bytes(one.format, on_chip=True)
             for size in sizes_of_panels(outputs, (4096, 2048, 1024, 512, 256, 128))
         }  # fmt: skip
