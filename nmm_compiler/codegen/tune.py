@@ -152,6 +152,7 @@ def time_candidates(text: str) -> str:
             "a worker runs another version of nmm_compiler, or has other verdicts of the device"
         )
     timing = functools.cache(simulated)
+    # of every schedule both times are kept, so none is compared with another here
     default = search(spec, chip, budget, lambda *asked: timing(*asked[:3]))[0]
     rows = []
     for choice in rank(spec, chip, budget):

@@ -334,7 +334,7 @@ def _ways(spec: ExpertsSpec, room: int) -> list[tuple[str, int, int]]:
     ways = [("distinct", at_once, 0) for at_once in (4, 2, 1, 8) if spec.m <= TOKENS]
     if spec.m > FEW:
         token = (2 * tiles(spec.k, 128) + tiles(spec.n, 128)) * item_bytes(spec.dtype)
-        fits = [size for size in BLOCKS if size * token <= room / 4]
+        fits = [size for size in BLOCKS if size * token <= room / 4] or [BLOCKS[0]]
         half = spec.m * spec.top_k / spec.expected / 2
         sizes = fits[min(bisect.bisect_left(fits, half), max(0, len(fits) - 2)) :][:3]
         ways += [("blocks", at_once, size) for size in sizes for at_once in (4, 2, 1, 8)]
@@ -358,11 +358,10 @@ def work(spec: ExpertsSpec, schedule: ExpertsSchedule) -> Work:
     for weight in (one for one in weights if one.k):
         count = 2 if weight.name in ("gate_up", "gate_up_v") else 1
         add_loads(done, weight, weight_bytes(weight.format), groups * count)
-        deep, sums = (
-            tiles(weight.k, 512 if weight.mx else 128),
-            groups * count * tiles(weight.n, 128),
+        sums = groups * count * tiles(weight.n, 128)
+        done.matmuls.append(
+            (sums * tiles(weight.k, 512 if weight.mx else 128) // made.stack, max(64, few))
         )
-        done.matmuls.append((deep * sums // made.stack, max(64, few)))
         done.evictions.append((sums, few))
     if made.blocks:  # of each block the rows of its tokens come, and those of its picks leave
         rows, times = 2 * made.blocks * made.tokens, 2 * made.blocks * made.token_tiles
