@@ -71,8 +71,8 @@ class Kernel:
     def simulate(self, *arrays: Any, mode: str = "full", strict: bool = True) -> Simulation:
         """Run the emitted source in the simulator; a kernel of many ranks in mode "timing" only."""
         self.check_before_run()
-        # of a loop whose bound is data, where there is none
-        turns = self.schedule.turns(self.spec) if mode == "timing" else None
+        part = self.spec.share(self.schedule.split)
+        turns = self.schedule.turns(part) if mode == "timing" else None
         return simulate(
             self, *arrays, target=self.target, grid=self.spec.lnc, mode=mode, strict=strict,
             one_of_ranks=self.spec.tp, turns=turns,

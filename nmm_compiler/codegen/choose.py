@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from nmm_compiler.codegen.cost import closed_form_us, dma_us
@@ -209,7 +209,7 @@ def priced(spec: KernelSpec, schedule: Any, target: Target) -> Choice:
     instructions = int(turns != [(1, part)])  # the bound of the loop, in a register
     for times, block in turns:
         work = family.work(block, schedule)
-        instructions += work.instructions
+        instructions += work.instructions // (schedule.turns(block) or 1)
         cost += times * closed_form_us(work, dtype, target)
         traffic += times * dma_us(work.dmas, target)
     return Choice(schedule, cost, instructions=instructions, traffic_us=traffic)
@@ -239,25 +239,22 @@ def simulated(
     from nmm_compiler.simulator.run import ArraySpec, simulate
     from nmm_compiler.simulator.timing.schedule import time_trace
 
-    part = spec.share(schedule.split)
-    (turns, _), *rest = schedule.loop_turns(part)
-    if turns > 2:
-        two = spec.whole_of(part, schedule.so_many_turns(part, 2))
-        latency, count, in_order = simulated(two, schedule, target, least_us * 2 / turns)
-        latency, in_order = latency * turns / 2, in_order * turns / 2
-        for _, last in rest:
-            unrolled = dataclasses.replace(schedule, m_loop=False)
-            more = simulated(spec.whole_of(part, last), unrolled, target)
-            latency, count, in_order = latency + more[0], count + more[1], in_order + more[2]
-        return latency, count, in_order
-    family = FAMILIES[spec.family]
+    family, turns = FAMILIES[spec.family], schedule.turns(spec.share(schedule.split)) or 1
     arrays: dict[str, Any] = {t.name: ArraySpec(t.shape, t.dtype) for t in spec.inputs()}
-    run = simulate(
-        f"{family.path}:{family.folder}", target=target, mode="timing", grid=spec.lnc,
-        turns=schedule.turns(spec), one_of_ranks=spec.tp,
-        **family.arguments(spec, schedule), **arrays,
-    )  # fmt: skip
-    assert run.profile is not None
-    free = float(run.profile.latency_us)
-    kept = 0.0 if free > least_us else time_trace(run.trace, target, reorder=False).latency_us
-    return free, run.profile.program_instructions, float(kept)
+    runs = [
+        simulate(
+            f"{family.path}:{family.folder}", target=target, mode="timing", grid=spec.lnc,
+            turns=some, one_of_ranks=spec.tp, **family.arguments(spec, schedule), **arrays,
+        )
+        for some in ((1, 2) if turns > 3 else (turns,))
+    ]  # fmt: skip
+
+    def of_all_turns(times: Iterable[float]) -> float:  # turns do not overlap: all take the same
+        first, *more = times
+        return first + (turns - 1) * sum(one - first for one in more)
+
+    free = of_all_turns(run.profile.latency_us for run in runs if run.profile)
+    in_order = (time_trace(run.trace, target, reorder=False).latency_us for run in runs)
+    kept = 0.0 if free > least_us else of_all_turns(in_order)
+    assert runs[0].profile is not None
+    return free, runs[0].profile.program_instructions, kept

@@ -161,10 +161,6 @@ class KernelSpec(Record):
     def half(self, split: str) -> Any:
         """Return the share of one of two cores."""
 
-    def whole_of(self, part: Any, turns: Any) -> Self:
-        """Return the spec whose shares are `turns`, some of the tokens of the share `part`."""
-        return dataclasses.replace(self, m=turns.m * self.m // part.m)
-
     def whole(self) -> Self:
         """Return the spec of what all ranks compute together; itself for a kernel of one."""
         return self
@@ -372,8 +368,12 @@ class Schedule(Record):
         return self
 
     def turns(self, spec: Any) -> int | None:
-        """Return the expected turns of a loop whose bound the device computes, if there is one."""
-        return None
+        """Return the turns of the loop on the device, the expected ones where data bounds it.
+
+        None where there is no loop.
+        """
+        (turns, _), *_ = self.loop_turns(spec)
+        return turns if turns > 1 else None
 
     def loop_turns(self, spec: Any) -> list[tuple[int, Any]]:
         """Return (how often, spec of one turn) of the loop on the device; all is one without."""

@@ -165,7 +165,8 @@ def simulate(
             function.
         one_of_ranks: in timing mode, run the kernel as one of so many ranks that exchange data by
             nki.collectives and all arrive at once; data needs all of them, see `simulate_ranks`.
-        turns: in timing mode, of loops on the device whose bound only data would give.
+        turns: in timing mode, of loops on the device whose bound is a register; a loaded one has
+            no value there.
         kwargs: the kernel's arguments by name.
 
     Returns:

@@ -39,6 +39,7 @@ KINDS = {
     "tokens beyond a tile": "lowrank m=272 k=256 r=900 n=640 norm=rms norm_gain residual",
     "dense, turned": "matmul m=600 k=600 n=560 bias activation=silu w_layout=col",
     "dense, fp8": f"matmul m=200 k=900 n=300 x_layout=col {FP8}",
+    "dense, fp8, wide": f"matmul m=160 k=128 n=4700 bias x_dtype=bfloat16 {FP8}",
     "shared": "lowrank_shared m=9 k=384 pairs=100:700 pairs=64:130,256",
     "shared, fp32": "lowrank_shared m=140 k=600 pairs=200:384 pairs=60:640 x_layout=col "
     "dtype=float32",

@@ -41,11 +41,8 @@ class AttentionSchedule(Schedule):
         """Return (how often, spec of one turn) of the loop on the device, if there is one."""
         if not self.loop:
             return [(1, spec)]
-        return [(spec.groups, self.so_many_turns(spec, 1))]
-
-    def so_many_turns(self, spec: AttentionSpec, count: int) -> AttentionSpec:
-        """Return the spec of so many groups of heads, each as a sequence of its own."""
-        return dataclasses.replace(spec, batch=count, heads=spec.group, kv_heads=1)
+        group = dataclasses.replace(spec, batch=1, heads=spec.group, kv_heads=1)
+        return [(spec.groups, group)]
 
     def sbuf_bytes(self, spec: AttentionSpec) -> dict[str, int]:
         """Return bytes per partition of each SBUF buffer, one copy each."""

@@ -157,13 +157,6 @@ class AttentionSpec(KernelSpec):
             sizes = {"batch": self.groups // 2, "heads": self.group, "kv_heads": 1}
         return dataclasses.replace(self, lnc=1, **sizes)
 
-    def whole_of(self, part: AttentionSpec, turns: AttentionSpec) -> AttentionSpec:
-        """Return the spec whose shares are `turns`, some of the groups of the share `part`."""
-        if self.lnc == 1:
-            return turns
-        doubled = "batch" if self.splits() == (HEADS,) else "heads"
-        return dataclasses.replace(turns, lnc=self.lnc, **{doubled: 2 * getattr(turns, doubled)})
-
     @property
     def decode(self) -> bool:
         """Whether a group's queries are few columns of a product with its keys, as cached.

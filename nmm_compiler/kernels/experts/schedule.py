@@ -117,8 +117,8 @@ class ExpertsSchedule(Schedule):
 
     @property
     def kind(self) -> tuple[str, int, int]:
-        """How two cores share the kernel, the tokens of a block, and what a turn takes."""
-        return (self.split, self.tokens, self.at_once)
+        """How two cores share the kernel, the tokens of a block, and its panels or the groups."""
+        return (self.split, self.tokens, self.block if self.tokens else self.at_once)
 
     def plan(self, spec: ExpertsSpec) -> ExpertsPlan:
         """Return what the kernel reads of a core's share."""
@@ -292,7 +292,7 @@ class ExpertsSchedule(Schedule):
         self.check_sbuf(spec.short(), part, target, f"lower block from {self.block}")
 
     def turns(self, spec: ExpertsSpec) -> int | None:
-        """Return the expected turns of the loop whose bound the device computes."""
+        """Return the expected turns of the loop, whose bound the device computes."""
         turn = self.at_once * self.cores
         if self.way == "blocks":
             each = spec.m * spec.top_k / spec.expected  # half of a group's last block is empty
@@ -359,8 +359,10 @@ def work(spec: ExpertsSpec, schedule: ExpertsSchedule) -> Work:
         count = 2 if weight.name in ("gate_up", "gate_up_v") else 1
         add_loads(done, weight, weight_bytes(weight.format), groups * count)
         sums = groups * count * tiles(weight.n, 128)
+        # y of a block has tokens on the partitions: its weights move, as if all 128 were there
+        moving = 128 * made.token_tiles * (weight.name in ("down", "down_v"))
         done.matmuls.append(
-            (sums * tiles(weight.k, 512 if weight.mx else 128) // made.stack, max(64, few))
+            (sums * tiles(weight.k, 512 if weight.mx else 128) // made.stack, max(64, few, moving))
         )
         done.evictions.append((sums, few))
     if made.blocks:  # of each block the rows of its tokens come, and those of its picks leave

@@ -246,8 +246,9 @@ class LinearSchedule(Schedule):
         held = 0
         for linear in made.layers:
             along = linear.by_rows and not (made.down.n and linear is not made.down)
-            each = (size + 4) * linear.n if along else 6 * tiles(linear.n, 128)
-            held += each * bool(linear.bias) + (8 * linear.n if along else each) * bool(made.scales)
+            spread = linear.n + min(linear.n, 8192)  # with two rows of 4,096 on their way
+            bias, scale = (size * spread, 4 * spread) if along else 2 * (6 * tiles(linear.n, 128),)
+            held += bias * bool(linear.bias) + scale * bool(made.scales)
             held += 12 * linear.low_rank.tiles * (bool(made.scales) + linear.low_rank.shaped)
         for pair in made.factors:
             if pair.groups.count:
@@ -346,12 +347,8 @@ class LinearSchedule(Schedule):
         if not self.m_loop:
             return [(1, layer)]
         blocks, rest = divmod(layer.m, self.m_block)
-        made = [(blocks, self.so_many_turns(layer, 1))]
+        made = [(blocks, dataclasses.replace(layer, m=self.m_block))]
         return made + ([(1, dataclasses.replace(layer, m=rest))] if rest else [])
-
-    def so_many_turns(self, layer: Layer, count: int) -> Layer:
-        """Return the layer of the first turns of the loop."""
-        return dataclasses.replace(layer, m=count * self.m_block)
 
 
 def _pitch(free: int, aligned: bool) -> int:

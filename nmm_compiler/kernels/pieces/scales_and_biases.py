@@ -76,16 +76,19 @@ def turn_run(dst, run, step, first, lanes, own_queue):
 
 def load_spread(vector, n, own_queue):
     """Load numbers, [n], and return them on every partition, [128, n]: ones times their row."""
-    row = nl.ndarray((1, n), dtype=vector.dtype, buffer=nl.sbuf)
-    move(row, vector[0:n].reshape_dim(0, (1, n)), own_queue)
-    ones = filled((1, 128), row.dtype, 1.0)
-    spread = nl.ndarray((128, n), dtype=row.dtype, buffer=nl.sbuf)
-    for start in range(0, n, 512):
-        width = min(512, n - start)
-        copies = nl.ndarray((128, width), dtype=nl.float32, buffer=nl.psum)
-        nisa.nc_matmul(
-            dst=copies, stationary=ones, moving=row[0:1, start : start + width],
-            is_stationary_onezero=True,
-        )  # fmt: skip
-        evict(spread[0:128, start : start + width], copies, start // 512)
+    ones = filled((1, 128), vector.dtype, 1.0)
+    spread = nl.ndarray((128, n), dtype=vector.dtype, buffer=nl.sbuf)
+    for first in range(0, n, 4096):
+        size = min(4096, n - first)
+        row = nl.ndarray((1, size), dtype=vector.dtype, buffer=nl.sbuf)
+        move(row, vector[first : first + size].reshape_dim(0, (1, size)), own_queue)
+        for start in range(0, size, 512):
+            width = min(512, size - start)
+            copies = nl.ndarray((128, width), dtype=nl.float32, buffer=nl.psum)
+            nisa.nc_matmul(
+                dst=copies, stationary=ones, moving=row[0:1, start : start + width],
+                is_stationary_onezero=True,
+            )  # fmt: skip
+            into = spread[0:128, first + start : first + start + width]
+            evict(into, copies, start // 512)
     return spread

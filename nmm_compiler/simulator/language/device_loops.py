@@ -130,7 +130,12 @@ def _turns(name: str, lower: Any, upper: Any, step: int, frozen: bool) -> Iterat
     """Yield the register of each turn of a loop between bounds."""
     machine = current()
     loop = _Loop(machine, name, lower, upper, step=step)
-    for value in range(_bound(lower), _bound(upper), step):
+    first, given = _bound(lower), machine.options.turns
+    if machine.data or given is None or not isinstance(upper, VirtualRegister):
+        values = range(first, _bound(upper), step)
+    else:
+        values = range(first, first + given * step, step)
+    for value in values:
         with loop.turn():
             try:
                 yield VirtualRegister(value, frozen)
@@ -146,10 +151,7 @@ def _turns(name: str, lower: Any, upper: Any, step: int, frozen: bool) -> Iterat
 
 
 def _bound(value: Any) -> int:
-    if not isinstance(value, VirtualRegister):
-        return int(value)
-    given = current().options.turns
-    return given if given is not None and not value.known else value.read()
+    return value.read() if isinstance(value, VirtualRegister) else int(value)
 
 
 def dynamic_range(start: Any, stop: Any = None, step: int = 1) -> Iterator[VirtualRegister]:
