@@ -178,7 +178,7 @@ class Compilation:
 
     def note_kernel(self, kernel: Any, calls: int, origin: str, backward: int) -> None:
         """Note a kernel that the graph calls, for the report."""
-        profile = kernel.profile()
+        profile = kernel.predicted
         self.built.append(kernel)
         self.lines.append(
             KernelLine(

@@ -226,7 +226,7 @@ def compile_parts(reports: Sequence[CompileReport]) -> list[Part]:
     """Return the parts of a page: each graph's report and pictures, then the slowest kernels once,
     folded."""
     kernels = {str(kernel.path): kernel for report in reports for kernel in report.built}
-    built = sorted(kernels.values(), key=lambda k: -k.profile().latency_us)
+    built = sorted(kernels.values(), key=lambda k: -k.predicted.latency_us)
     each = [(*report.parts(), *report.pictures) for report in reports]
     shown: list[Part] = list(each[0])
     if len(each) > 1:

@@ -92,6 +92,11 @@ class Kernel:
         assert profile is not None
         return profile
 
+    @functools.cached_property
+    def predicted(self) -> Profile:
+        """The profile that was made when it was built, as JSON brings it: without a timeline."""
+        return Profile.from_dict(self.meta["predicted"])
+
     def __str__(self) -> str:
         return f"Kernel({self.name}, {self.schedule.short()}, {self.path})"
 

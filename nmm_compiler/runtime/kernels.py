@@ -148,8 +148,7 @@ class Kernels:
         kernel = self.get_or_warn(dataclasses.replace(spec, m=m), target, options)
         if kernel is None:
             return float("inf")
-        profile = kernel.profile()
-        return float(profile.latency_us + profile.start_stop_us)
+        return float(kernel.predicted.device_us)
 
     def clear(self) -> None:
         """Forget kernels and failures; files in the cache stay."""

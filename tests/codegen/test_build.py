@@ -47,8 +47,9 @@ def test_choices_are_ranked_and_legal():
     assert len([c for c in choices if c.simulated_us is not None]) >= 2
     for choice in choices:
         choice.schedule.check(spec, target)
-    profile = build_kernel(spec, "trn2").profile()
-    assert profile.latency_us == pytest.approx(choices[0].simulated_us, rel=1e-9)
+    kernel = build_kernel(spec, "trn2")
+    assert kernel.predicted.latency_us == pytest.approx(choices[0].simulated_us, rel=1e-9)
+    assert kernel.predicted == kernel.profile()
 
 
 SEVERAL = [
@@ -171,15 +172,14 @@ def test_the_search_predicts_what_the_whole_loop_takes():
     spec = LowRankSpec(m=4200, k=512, r=256, n=1024, x_layout="col")
     best = choose(spec, "trn2", 200)[0]
     assert best.schedule.m_loop
-    whole = build_kernel(spec, "trn2", best.schedule).profile().latency_us
-    assert best.simulated_us == pytest.approx(whole, rel=1e-6)
+    whole = build_kernel(spec, "trn2", best.schedule).predicted
+    assert best.simulated_us == pytest.approx(whole.latency_us, rel=1e-6)
 
 
 def test_only_whole_blocks_can_loop():
     spec = LowRankSpec(m=1300, k=300, r=200, n=640)
-    chosen = choose(spec, "trn2")[0].schedule
-    assert not chosen.m_loop, "the budget leaves small kernels alone"
-    plain = dataclasses.replace(chosen, m_block=512)
+    plain = dataclasses.replace(choose(spec, "trn2")[0].schedule, m_block=512)
+    assert not plain.m_loop, "the budget leaves small kernels alone"
     looped = on_device(spec, plain, get("trn2"))
     turns = looped.loop_turns(spec.layer)
     assert [(times, block.m) for times, block in turns] == [(2, 512), (1, 276)]
