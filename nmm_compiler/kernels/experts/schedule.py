@@ -301,21 +301,17 @@ class ExpertsSchedule(Schedule):
 
 
 def candidates(spec: ExpertsSpec, target: Target) -> Iterator[ExpertsSchedule]:
-    """Yield schedules that may be legal, with panels below 512 outputs where others fill SBUF."""
+    """Yield schedules that may be legal: panels of which SBUF holds two, if there are more."""
     room = target.sbuf_usable_bytes_per_partition
 
-    def panels(name: str, outputs: int) -> list[int]:
+    def panels(name: str, outputs: int, matrices: int) -> list[int]:
         one = spec.stored().get(name) or spec.stored()[f"{name}_v"]
-        held = {  # two panels if there are more, of gate and of up
-            size: size * (1 + (size < outputs)) * (1 + (name == "gate_up"))
-            * tiles(one.k, 128) * weight_bytes(one.format, on_chip=True)
-            for size in sizes_of_panels(outputs, (4096, 2048, 1024, 512, 256, 128))
-        }  # fmt: skip
-        least = next((size for size in held if held[size] <= 0.6 * room), 128)
-        return [size for size in held if size >= min(512, least) and held[size] <= room] or [128]
+        each = matrices * tiles(one.k, 128) * weight_bytes(one.format, on_chip=True)
+        sizes = sizes_of_panels(outputs, (4096, 2048, 1024, 512, 256, 128))
+        return [size for size in sizes if (1 + (size < outputs)) * size * each <= room] or [128]
 
     for (way, at_once, tokens), block, down_block in itertools.product(
-        _ways(spec, room), panels("gate_up", spec.n), panels("down", spec.k)
+        _ways(spec, room), panels("gate_up", spec.n, 2), panels("down", spec.k, 1)
     ):
         yield ExpertsSchedule(
             way=way, at_once=at_once, tokens=tokens, block=block, down_block=down_block,
