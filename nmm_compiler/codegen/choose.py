@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from nmm_compiler.codegen.cost import closed_form_us, dma_us
@@ -237,24 +237,25 @@ def simulated(
     into it: the same instructions, without the cost of emitting a file for every candidate.
     """
     from nmm_compiler.simulator.run import ArraySpec, simulate
-    from nmm_compiler.simulator.timing.schedule import time_trace
+    from nmm_compiler.simulator.timing.schedule import Timeline, time_trace
 
     family, turns = FAMILIES[spec.family], schedule.turns(spec.share(schedule.split)) or 1
     arrays: dict[str, Any] = {t.name: ArraySpec(t.shape, t.dtype) for t in spec.inputs()}
-    runs = [
-        simulate(
-            f"{family.path}:{family.folder}", target=target, mode="timing", grid=spec.lnc,
-            turns=some, one_of_ranks=spec.tp, **family.arguments(spec, schedule), **arrays,
-        )
-        for some in ((1, 2) if turns > 3 else (turns,))
-    ]  # fmt: skip
+    run = simulate(
+        f"{family.path}:{family.folder}", target=target, mode="timing", grid=spec.lnc,
+        turns=min(turns, 2), one_of_ranks=spec.tp, **family.arguments(spec, schedule), **arrays,
+    )  # fmt: skip
+    assert run.profile is not None
 
-    def of_all_turns(times: Iterable[float]) -> float:  # turns do not overlap: all take the same
-        first, *more = times
-        return first + (turns - 1) * sum(one - first for one in more)
+    def of_all_turns(line: Timeline) -> float:  # turns do not overlap: the others take as long
+        if turns <= 2:
+            return line.latency_us
+        first, stop, *_ = line.trace.turns[-1]
+        turn_us = max(line.end[first:stop]) - max(line.end[:first])
+        return line.latency_us + (turns - 2) * turn_us
 
-    free = of_all_turns(run.profile.latency_us for run in runs if run.profile)
-    in_order = (time_trace(run.trace, target, reorder=False).latency_us for run in runs)
-    kept = 0.0 if free > least_us else of_all_turns(in_order)
-    assert runs[0].profile is not None
-    return free, runs[0].profile.program_instructions, kept
+    free = of_all_turns(run.profile.timeline)
+    kept = 0.0
+    if free <= least_us:
+        kept = of_all_turns(time_trace(run.trace, target, reorder=False))
+    return free, run.profile.program_instructions, kept
