@@ -425,10 +425,13 @@ def _load(weight: Weight, turned: str) -> str:
 
 
 def _blocks(layer: Layer, target: Target) -> list[int]:
-    """Return blocks of tokens: the largest two whose strips leave SBUF a quarter."""
+    """Return blocks of tokens: the largest two whose strips leave SBUF a quarter, and a tenth
+    beside scales that lie along the outputs."""
     each = layer.k * item_bytes(layer.x_format) / 128
     each += (layer.p_tiles + layer.h_tiles) * item_bytes(layer.kept_dtype)
-    room = 0.75 * target.sbuf_usable_bytes_per_partition
+    scales = sum(4 * (one.n + min(one.n, 8192)) for one in layer.results if one.rows)
+    usable = target.sbuf_usable_bytes_per_partition
+    room = min(0.75 * usable, 0.9 * usable - scales * bool(layer.scales))
     steps = [step for step in (2048, 1024, 512, 256) if min(step, layer.m) * each <= room]
     return sizes_of_panels(layer.m, (*steps, 128))[: 1 if layer.m <= FEW else 2]
 
