@@ -23,7 +23,7 @@ from nmm_compiler.report.parts import Grid
 from nmm_compiler.targets import Target
 
 SIMULATED_CANDIDATES = 6
-# Instructions of one core that are simulated for a choice, after the first candidate.
+# Instructions of one core's programs that are simulated for a choice, after the first candidate.
 SIMULATED_INSTRUCTIONS = 30_000
 # Over the least closed-form cost: of a kind of schedules whose best is simulated, too.
 KIND_SHARE = 1.1
