@@ -46,7 +46,7 @@ def test_names_are_unique():
     assert len(CASES) == len(gallery.CASES)
 
 
-@pytest.mark.parametrize(("name", "level"), levels())
+@pytest.mark.parametrize(("name", "level"), list(levels()))
 def test_every_level(name, level):
     found, error, result = gallery.try_case(CASES[name], level)
     assert found == CASES[name].expected(level), str(result)

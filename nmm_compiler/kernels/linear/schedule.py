@@ -563,8 +563,9 @@ def _store(done: Work, one: Linear, made: Layer, schedule: LinearSchedule) -> No
         stores, run = tiles(made.m, 128) * tiles(one.n, wide), wide * size
     else:
         stores, run = tiles(made.m, tokens) * tiles(one.n, wide), tokens * size
-    for _ in range(1 + made.residual):
-        done.move(made.m * one.n * size, stores, run)
+    kind = "hardware" if schedule.own_queue else "copy"  # the sync engine's queue needs no software
+    for how in (kind, "copy")[: 1 + made.residual]:
+        done.move(made.m * one.n * size, stores, run, how)
 
 
 LINEAR = tuple(
