@@ -87,7 +87,7 @@ class Declined(Record):
         return f"{self.rule} at {self.at}: {self.reason} ({place}); {self.remedy}"
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, eq=False)
 class Match:
     """A place where a rule applies.
 
