@@ -277,7 +277,7 @@ class Folder(TreeEditor):
             return record.fields[node.attr]
         if isinstance(record, ast.Constant):  # None, of which every field is None
             return record
-        return changed(node, value=record)
+        return node if record is node.value else changed(node, value=record)
 
     def _leaves(self, node: ast.expr, kind: str) -> Iterator[ast.expr]:
         """Yield the arguments of an emitted file for an argument: one, or those of a record."""

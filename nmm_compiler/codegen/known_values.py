@@ -46,7 +46,7 @@ def _spaced(given: Iterable[Any]) -> Value:
     None where integers and others are mixed: 1 == True, so that a set would hold one of them.
     """
     several = list(given)
-    if not any(map(is_whole, several)):
+    if len(several) < 2 or not any(map(is_whole, several)):
         return frozenset(several)
     if not all(map(is_whole, several)):
         return None
