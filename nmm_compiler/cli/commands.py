@@ -8,6 +8,7 @@ output is the JSON alone: all else that is printed goes to standard error. A com
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import re
 import sys
@@ -121,3 +122,7 @@ def nmm(
     ] = False,
 ) -> None:
     """A compiler for low-rank models on AWS Trainium: kernels, proofs and timings on a CPU."""
+
+
+click_of = functools.cache(typer.main.get_command)
+"""What typer makes of an app, once, however many lines a process runs."""

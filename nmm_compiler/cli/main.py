@@ -38,11 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             ):  # what a terminal's encoding lacks is escaped
                 stream.reconfigure(errors="backslashreplace")
         warnings.showwarning = lambda message, *more: say(f"warning: {message}")
-        import typer
-
         from nmm_compiler.cli import commands
 
-        group = typer.main.get_command(commands.app)
+        group = commands.click_of(commands.app)
         with group.make_context("nmm", [*WORDS]) as context:  # no box, which would break paths
             group.invoke(context)
         sys.stdout.flush()  # the interpreter's exit does not report a full disk

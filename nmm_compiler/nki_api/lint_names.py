@@ -130,8 +130,9 @@ class Names:
             around = around.parents if isinstance(scope.node, ast.ClassDef) else around
             inner = Scope(node, around.new_child())
         for child in ast.iter_child_nodes(node):
-            self.parent[child] = node
-            self._walk(child, inner)
+            if child._fields:  # one node stands for all `+`, or for all names that are read
+                self.parent[child] = node
+                self._walk(child, inner)
 
     def _bind(self, node: ast.AST, scope: Scope) -> None:
         name, value = None, None
@@ -216,6 +217,6 @@ def in_order(node: ast.AST, nested: bool = False) -> list[ast.AST]:
     for field, value in fields.items():
         if field not in ("decorator_list", "annotation", "returns"):
             for child in value if isinstance(value, list) else [value]:
-                if isinstance(child, ast.AST):
+                if isinstance(child, ast.AST) and child._fields:
                     made += in_order(child, nested)
     return [*made, node]
