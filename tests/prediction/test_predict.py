@@ -248,7 +248,7 @@ def test_layers_of_different_kinds_are_all_traced():
     config = {**LLAMA, "model_type": "qwen2", "num_hidden_layers": 4, "use_sliding_window": True,
               "sliding_window": 16, "layer_types": types}  # fmt: skip
     config.pop("head_dim")
-    made = predict(config, "trn2", prompt=32, context=128, lnc=1)
+    made = predict(config, "trn2", prompt=32, context=2048, lnc=1)
     lines = [x for x in made.phase("decode").lines if x.kind == "attention"]
     assert sorted(x.calls for x in lines) == [2, 2]
     assert len({x.each_us for x in lines}) == 2  # the window holds fewer tokens
