@@ -11,7 +11,7 @@ from trace_builder import STEADY, TRN1, TRN2, Builder, Scene, starts, stops, tou
 
 from nmm_compiler import targets
 from nmm_compiler.simulator.timing.costs import ENGINES
-from nmm_compiler.simulator.timing.regions import Tracked, distinct_bytes, overlaps
+from nmm_compiler.simulator.timing.regions import Region, Tracked, distinct_bytes, overlaps
 from nmm_compiler.simulator.timing.resources import Pool, Slots
 from nmm_compiler.simulator.timing.schedule import time_trace, wake_us
 from nmm_compiler.simulator.timing.timeline import Booking, stagger_us
@@ -209,8 +209,8 @@ def test_accesses_are_found_and_forgotten_among_many(data):
             "column": tensor[:, at : at + 1],
             "strided": tensor[first : first + 8 : 2 if memory == "hbm" else 1, at : at + 16 : 4],
         }[kind]
-        access = known.setdefault(str(access), access)  # a trace has one for each region
-        region = storage.region(access)
+        region = known.setdefault(str(access), Region(storage, access))  # one for each access
+        region.look()
         found = [use for near in region.near for use in (*near.made, *near.reads.values())]
         assert sorted(found) == sorted(use for old, use in kept if overlaps(old, access))
         use = float(number), 5, number

@@ -138,9 +138,7 @@ class Region:
 class Tracked:
     """What the timing pass knows of one allocation.
 
-    regions: by the identity of their access, of which a trace has one for each region; kernels
-    touch the same ones again and again, so which of them overlap is found once. used: those that
-    have had a use, with their bytes.
+    used: the regions that have had a use, with their bytes.
     end: end of the last access so far, by `user`.
     floor: when its memory is free; `freed_by` frees it.
     pool: where its memory is from, until it gives it back; None of one at an address or in HBM.
@@ -149,20 +147,9 @@ class Tracked:
 
     def __init__(self, last_write: int, last_use: int, size: int) -> None:
         self.last_write, self.last_use, self.size = last_write, last_use, size
-        self.regions: dict[int, Region] = {}
         self.used: list[tuple[int, int, Region]] = []
         self.user: Booking | None = None
         self.freed_by: Booking | None = None
         self.end = self.floor = 0.0
         self.pool: Pool | None = None
         self.put_off: list[tuple[Region, bool, Any]] = []
-
-    def region(self, access: Access) -> Region:
-        """Return the region of an access; it knows all used ones that it overlaps."""
-        key = id(access)
-        if key not in self.regions:
-            self.regions[key] = Region(self, access)
-        region = self.regions[key]
-        if region.seen < len(self.used):
-            region.look()
-        return region

@@ -156,6 +156,8 @@ class Scheduler:
         # no store frees PSUM sooner than the copies out of it
         self.psum = Pool(banks, lambda before: before == math.inf and self._settle(before))
         self.storages: dict[int, Tracked | None] = {}  # None: of HBM that nobody writes
+        # by the identity of their access, of which a trace has one for each region
+        self.regions: dict[int, Region | None] = {}
         # storages at an address or in one buffer, by the memory or the buffer
         self.placed: dict[str, list[tuple[Tracked, Access]]] = collections.defaultdict(list)
         self.one_buffer = awaited_tiles(trace, target)
@@ -200,9 +202,8 @@ class Scheduler:
         line = self.line
         line.sbuf_overflow_bytes = self.sbuf.overflow
         line.tensor_throttled_us = self.tensor.throttled_us
-        for storage in filter(None, self.storages.values()):
-            for region in storage.regions.values():
-                del region.near, region.storage
+        for region in filter(None, self.regions.values()):
+            del region.near, region.storage
         vars(self).clear()
         return line
 
@@ -342,20 +343,23 @@ class Scheduler:
     ) -> tuple[float, Waited, Touched]:
         """Return when the operands are there and the results may be written, and what that waits
         for."""
-        storages, wake = self.storages, self.wake_us[engine]
+        regions, wake = self.regions, self.wake_us[engine]
         touched: Touched = [], []
         own = engine if self.keeps_order[engine] else -1
         ready, waited = 0.0, AT_ONCE
         for writing, accesses, ordered in ((False, reads, -1), (True, writes, own)):
             for access in accesses:
-                if access.storage not in storages:
-                    storages[access.storage] = self._enter(access.storage)
-                storage = storages[access.storage]
-                if storage is None:
+                key = id(access)
+                if key not in regions:
+                    regions[key] = self._region(access)
+                region = regions[key]
+                if region is None:
                     continue
+                storage = region.storage
                 if storage.put_off:
                     self._book_users(storage, access, writers_only=not writing)
-                region = storage.region(access)
+                if region.seen < len(storage.used):
+                    region.look()
                 touched[writing].append(region)
                 if writing and storage.floor > 0.0:
                     when = storage.floor + self.target.engine_semaphore_seconds * US
@@ -369,6 +373,14 @@ class Scheduler:
                             why = "reuse" if writing else "load" if other == DMA else "result"
                             ready, waited = when, (why, cause, ended)
         return ready, waited, touched
+
+    def _region(self, access: Access) -> Region | None:
+        """Return the region of an access at its first use; None in HBM that nobody writes."""
+        identity = access.storage
+        if identity not in self.storages:
+            self.storages[identity] = self._enter(identity)
+        storage = self.storages[identity]
+        return None if storage is None else Region(storage, access)
 
     def _enter(self, identity: int) -> Tracked | None:
         """Return a storage at its first use, with when its memory is free: of one at an address,
