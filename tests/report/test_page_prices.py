@@ -54,8 +54,8 @@ def test_a_call_has_one_price_and_the_simulator_agrees_with_the_verdict(
         ),
     )
     config = transformers.Qwen3Config(
-        hidden_size=512, intermediate_size=1024, num_hidden_layers=1, vocab_size=64,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=128, dtype=dtype,
+        hidden_size=256, intermediate_size=512, num_hidden_layers=1, vocab_size=64,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=64, dtype=dtype,
     )  # fmt: skip
     torch.manual_seed(0)
     transformers.Qwen3ForCausalLM(config).to(dtype).save_pretrained(tmp_path / "qwen3")
