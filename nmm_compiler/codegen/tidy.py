@@ -44,7 +44,7 @@ def without_aliases(statements: Block, parameters: Iterable[str] = ()) -> Block:
     }
     # an alias of an alias is one in the next round
     now = {alias: value for alias, value in aliases.items() if root(value) not in aliases}
-    written: Block = NameWriter(now).visit_all(statements)
+    written: Block = NameWriter(now).visit_all(statements) if now else statements
     return written if len(now) in (0, len(aliases)) else without_aliases(written, parameters)
 
 
@@ -53,6 +53,10 @@ class _Used(TreeEditor):
 
     def __init__(self, names: set[str]) -> None:
         self.names = names
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        """Return the node with its statements edited; there is none in an expression."""
+        return super().generic_visit(node) if isinstance(node, ast.stmt) else node
 
     def visit_Assign(self, node: ast.Assign) -> ast.stmt | None:
         target, value = assigned(node)

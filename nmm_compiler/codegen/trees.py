@@ -70,7 +70,7 @@ class TreeEditor(ast.NodeVisitor):
             before = getattr(node, field)
             if isinstance(before, list):
                 after: Any = self.visit_all(before)
-            elif isinstance(before, ast.AST):
+            elif isinstance(before, ast.AST) and not isinstance(before, ast.Constant):
                 after = self.visit(before)
             else:
                 continue
@@ -78,14 +78,11 @@ class TreeEditor(ast.NodeVisitor):
                 changes[field] = after
         return changed(node, **changes) if changes else node
 
-    def visit_Constant(self, node: ast.Constant) -> Any:  # noqa: D102  (ast's name)
-        return node
-
     def visit_all(self, before: Any) -> Any:
         """Return a sequence of nodes edited, the same one if nothing changes."""
         made: list[Any] = []
         for node in before:
-            after = self.visit(node)
+            after = node if isinstance(node, ast.Constant) else self.visit(node)
             made += after if isinstance(after, list) else [after]
         if len(made) == len(before) and all(map(operator.is_, made, before)):
             return before
