@@ -125,7 +125,11 @@ DTYPES = sorted(set(ALL) - {"bool_", "int64", "uint64"})
 OPERATORS = ["add", "maximum", "bitwise_and", "exp", "rsqrt", "less", "not_equal", "power", "abs",
              "average", "bypass", "left_shift", "logical_and", "prelu", "square"]  # fmt: skip
 MUTATIONS = (
-    (r"\b\d+\b", ["0", "1", "2", "3", "7", "8", "16", "33", "64", "128", "129", "513"]),
+    # but what ends a while_loop
+    (
+        r"(?<!r: nisa\.register_alloc\()\b\d+\b",
+        ["0", "1", "2", "3", "7", "8", "16", "33", "64", "128", "129", "513"],
+    ),
     (r"(?<=nl\.)(?:float\d+\w*|bfloat16|u?int\d+|tfloat32)", DTYPES),
     (r"\b(?:sb|ps|hb)\b", ["sb", "ps", "hb"]),
     (r"(?<=nl\.)(?:add|multiply|maximum|exp|less|bitwise_and|equal|abs)\b", OPERATORS),
