@@ -54,10 +54,6 @@ class _Used(TreeEditor):
     def __init__(self, names: set[str]) -> None:
         self.names = names
 
-    def generic_visit(self, node: ast.AST) -> ast.AST:
-        """Return the node with its statements edited; there is none in an expression."""
-        return super().generic_visit(node) if isinstance(node, ast.stmt) else node
-
     def visit_Assign(self, node: ast.Assign) -> ast.stmt | None:
         target, value = assigned(node)
         calls = (call for call in nodes(value) if isinstance(call, ast.Call))
