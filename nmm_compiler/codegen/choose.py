@@ -25,6 +25,9 @@ from nmm_compiler.targets import Target
 SIMULATED_CANDIDATES = 6
 # Instructions of one core's programs that are simulated for a choice, after the first candidate.
 SIMULATED_INSTRUCTIONS = 30_000
+# Instructions that neuronx-cc compiles, as issue 987 of the Neuron SDK says of its NCC_EBVF030, and
+# bytes of a chip of trn3.
+LARGEST = 5_000_000, 144 << 30
 # Over the least closed-form cost: of a kind of schedules whose best is simulated, too.
 KIND_SHARE = 1.1
 SHOWN = 12
@@ -97,14 +100,23 @@ def _choose(spec: KernelSpec, target: Target, budget: int) -> tuple[Choice, ...]
 def search(spec: KernelSpec, target: Target, budget: int, timing: Timing) -> tuple[Choice, ...]:
     """Return what `choose` returns, with the schedules timed by `timing`."""
     ranked = list(rank(spec, target, budget))
+    needs = ranked[0].instructions, sum(one.bytes for one in spec.inputs())
+    if needs[0] > LARGEST[0] or needs[1] > LARGEST[1]:
+        raise CapacityError(
+            f"{spec.short()}: the kernel would have {needs[0]:,} instructions and read "
+            f"{needs[1]:,} bytes; neuronx-cc compiles at most {LARGEST[0]:,}, and a chip holds "
+            f"{LARGEST[1]:,} bytes"
+        )
     tried: dict[Any, Choice] = {}
     spent = 0
     for choice in _to_try(ranked):
         if tried and spent + choice.instructions > SIMULATED_INSTRUCTIONS:
             break
         spent += choice.instructions
-        within = (one for one in tried.values() if one.instructions <= budget)
-        least_us = min((preference(one, budget)[1] for one in within), default=math.inf)
+        least_us = min(
+            (preference(one, budget)[1] for one in tried.values() if one.instructions <= budget),
+            default=math.inf,
+        )
         times = timing(spec, choice.schedule, target, least_us - _charged(0.0, choice))
         tried[choice.schedule] = timed(choice, times)
     left = [choice for choice in ranked if choice.schedule not in tried]

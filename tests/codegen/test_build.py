@@ -103,6 +103,8 @@ WIDE = LowRankSpec(m=512, k=2048, r=512, n=4096, x_layout="col")
          CapacityError, r"SBUF partition \(x 262,144, .*lower m_block from 2048"),
         (MatmulSpec(m=4, k=4_000_000, n=128, bias=True), None, CapacityError,
          r"no schedule fits trn2; the nearest: .* lower"),
+        (LowRankSpec(m=16, k=16, r=1, n=10**30), None, CapacityError, "compiles at most 5,000,000"),
+        (MatmulSpec(m=10**20, k=256, n=256), None, CapacityError, "chip holds 154,618,822,656"),
     ],
 )  # fmt: skip
 def test_illegal_schedules_say_why_and_what_to_lower(spec, changes, error, words):
