@@ -25,8 +25,8 @@ from nmm_compiler.targets import Target
 SIMULATED_CANDIDATES = 6
 # Instructions of one core's programs that are simulated for a choice, after the first candidate.
 SIMULATED_INSTRUCTIONS = 30_000
-# Instructions that neuronx-cc compiles, as issue 987 of the Neuron SDK says of its NCC_EBVF030, and
-# bytes of a chip of trn3.
+# Instructions that neuronx-cc compiles ("over the threshold (5000000)", issue 987 of the Neuron
+# SDK), and bytes of a chip of trn3, the largest.
 LARGEST = 5_000_000, 144 << 30
 # Over the least closed-form cost: of a kind of schedules whose best is simulated, too.
 KIND_SHARE = 1.1
@@ -105,7 +105,7 @@ def search(spec: KernelSpec, target: Target, budget: int, timing: Timing) -> tup
         raise CapacityError(
             f"{spec.short()}: the kernel would have {needs[0]:,} instructions and read "
             f"{needs[1]:,} bytes; neuronx-cc compiles at most {LARGEST[0]:,}, and a chip holds "
-            f"{LARGEST[1]:,} bytes"
+            f"{LARGEST[1]:,} bytes; split the layer"
         )
     tried: dict[Any, Choice] = {}
     spent = 0
