@@ -2,7 +2,7 @@
 
 A command returns an `Answer`, and ends with 1 where its check did not pass. With --json standard
 output is the JSON alone: all else that is printed goes to standard error. A command that takes
---time-limit and --memory-limit runs in a process of its own (`limited.py`).
+--time-limit runs in a process of its own (`limited.py`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Command(TyperCommand):
         """Run the command and print its answer."""
         given = ctx.params
         as_json = given.pop("as_json", False)
-        limits = [given.pop(name) for name in ("time_limit", "memory_limit") if name in given]
+        limits = {name: given.pop(name) for name in ("time_limit", "memory_limit") if name in given}
         run = super().invoke
 
         def work() -> int:
@@ -55,7 +55,7 @@ class Command(TyperCommand):
             return 0 if answer.passed else FAILED
 
         file = str(given[self.params[0].name])
-        code, said = run_limited(work, file, *limits) if limits else (work(), "")
+        code, said = run_limited(work, file, **limits) if limits else (work(), "")
         say(said)
         if code:
             raise typer.Exit(code)

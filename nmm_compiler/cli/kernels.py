@@ -485,13 +485,12 @@ def lint(
     ] = API_VERSION,
     strict: Annotated[bool, typer.Option(help="count warnings as errors")] = False,
     time_limit: values.TimeLimit = 60,
-    memory_limit: values.MemoryLimit = 2,
     as_json: values.Json = False,
 ) -> values.Answer:
     """Check kernel files against the documented NKI API and the Python its compiler accepts.
 
     Nothing of a file is executed. Exit code: 0 clean (warnings are shown), 1 errors found, 2 a file
-    or version that cannot be read, or files that are past a limit.
+    or version that cannot be read, or files that take too long, or more than 2 GiB.
 
     Example: nmm lint my_kernel.py --nki 0.6
     """

@@ -27,26 +27,27 @@ _LARGEST_ANSWER_BYTES = 1 << 20
 
 
 def run_limited(
-    work: Callable[[], int], what: str, seconds: float, gigabytes: float
+    work: Callable[[], int], what: str, time_limit: float, memory_limit: float = 2
 ) -> tuple[int, str]:
     """Return the exit code that `work` returns in a child process, or that of what it raises, and
     the line for the user.
 
-    what: the file, for messages. gigabytes: of address space that the child adds to what is mapped
-    here (Linux; macOS does not enforce it). Import what the work needs before: that counts neither.
+    what: the file, for messages. time_limit: in seconds. memory_limit: GiB of address space that
+    the child adds to what is mapped here (Linux; macOS does not enforce it). Import what the work
+    needs before: that counts neither.
     Raises WorkerError when the child ran too long, or ended in any other way.
     """
     sys.stdout.flush()
     sys.stderr.flush()
     here, there = multiprocessing.Pipe(duplex=False)
     child = multiprocessing.get_context("fork").Process(
-        target=_answer, args=(work, there, gigabytes)
+        target=_answer, args=(work, there, memory_limit)
     )
     child.start()
     there.close()
     answer = b""
     try:
-        in_time = here.poll(seconds)
+        in_time = here.poll(time_limit)
         with contextlib.suppress(EOFError, OSError):  # of a child that closed its pipe, or ended
             answer = here.recv_bytes(_LARGEST_ANSWER_BYTES) if in_time else b""
     finally:
@@ -57,7 +58,7 @@ def run_limited(
         child.join()
     if not in_time:
         raise WorkerError(
-            f"{what} ran longer than --time-limit={seconds:g} seconds; is a loop endless? "
+            f"{what} ran longer than --time-limit={time_limit:g} seconds; is a loop endless? "
             "Otherwise raise --time-limit"
         )
     if not answer:

@@ -154,14 +154,6 @@ def plan(
     ] = (2048,),
     tp: values.Cores = (1,),
     lnc: Annotated[int, typer.Option(min=1, max=2, help="physical cores of a core, 1 or 2")] = 1,
-    weights: Annotated[
-        str | None,
-        values.choice_option(
-            "format",
-            "nmm_compiler.options:WEIGHTS",
-            "stored matrices: also float8_e4m3",
-        ),
-    ] = None,
     include: values.Include = None,
     exclude: values.Exclude = None,
     price: Annotated[
@@ -203,10 +195,8 @@ def plan(
     own = None
     if measured is not None:
         own = planning.read_measured(measured.read_text(errors="replace"), str(measured))
-    low_rank = ratio or ((0.2,) if weights else ())
-    chosen = forms or (
-        ["bf16", *(f"lowrank:{one:g}" for one in low_rank)] if low_rank else planning.DEFAULT
-    )
+    low_rank = [f"lowrank:{one:g}" for one in ratio or ()]
+    chosen = forms or (["bf16", *low_rank] if low_rank else planning.DEFAULT)
     with steps(f"reading {model}") as step:
         planned = planning.plan(
             models.described(model),
@@ -217,7 +207,6 @@ def plan(
             contexts=context,
             tps=tp,
             lnc=lnc,
-            weights=weights,
             include=include,
             exclude=exclude,
             price=price,
