@@ -506,8 +506,10 @@ def copy_graph(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx
     # module is made without a call of its class, and then gets what the given one holds.
     copied: fx.GraphModule = fx.GraphModule.__new__(type(module))
     type(copied).__name__ = type(module).__name__
-    for name, value in vars(module).items():
-        vars(copied)[name] = copy.copy(value) if isinstance(value, (dict, list)) else value
+    vars(copied).update(
+        (name, copy.copy(value) if isinstance(value, (dict, list)) else value)
+        for name, value in vars(module).items()
+    )
     copied._graph = graph
     graph.owning_module = copied
     return copied, new

@@ -132,8 +132,11 @@ def read_stage(
         if by_index and batch and dim == c.whole(base)[0]:
             chosen, atoms, shape = label, (), (1, *shape[1:])
         elif atoms and batch:
-            why = "both operands vary along a batch dimension (per-head weights or activations)"
-            return Refusal("weight", why, w)
+            return Refusal(
+                "weight",
+                "both operands vary along a batch dimension (per-head weights or activations)",
+                w,
+            )
         if len(atoms) != len(dim) and not batch:
             return odd
         if atoms:
@@ -578,8 +581,11 @@ def join_stages(
     )
     odd = _along_tokens([step for step in steps if step.kind != "gain"], first.out_dims, r)
     if odd is not None:
-        why = "a constant between the products varies along tokens"
-        return Refusal("between", why, odd.key or walk.key)
+        return Refusal(
+            "between",
+            "a constant between the products varies along tokens",
+            odd.key or walk.key,
+        )
     return Chain(first, second, steps, second.key, out_dims)
 
 
@@ -624,8 +630,11 @@ def read_with_function(
     biases = tuple(step for step in chain.middle if step.kind == "bias")
     scaled = [s for s in chain.middle if s.kind != "bias" and (s.key or s.number != 1.0)]
     if scaled or (isinstance(function, Norm) and biases):
-        why = "a factor, or a bias before a norm, stands between the products"
-        return Refusal("between", why, walk.key)
+        return Refusal(
+            "between",
+            "a factor, or a bias before a norm, stands between the products",
+            walk.key,
+        )
     return replace(chain, middle=biases, inner=function)
 
 
@@ -714,8 +723,8 @@ def read_projection(c: Canonical, key: Key, also: str = "") -> Chain | None:
         return None
     chain = read_chain(c, walk.key, form, also)
     if not isinstance(chain, Chain) or too_wide(c, chain):
-        of_rhs = c.is_weight(form.rhs)  # x is on the left where both may be
-        stage = read_stage(c, walk.key, form, of_rhs, False)
+        # x is on the left where both may be
+        stage = read_stage(c, walk.key, form, c.is_weight(form.rhs), False)
         if isinstance(stage, Refusal) or part_of_one(stage.x) is not None:
             return None
         chain = Chain(stage, None, (), walk.key, stage.out_dims)

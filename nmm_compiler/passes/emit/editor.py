@@ -90,14 +90,13 @@ class Editor:
         """
         op, definition = getattr(torch.ops.nmm, name).default, DEFINITIONS[name]
         said = {**given, "target": self.options.target, "executor": executor_name(self.options)}
-        args = [said.get(one.name) for one in op._schema.arguments if not one.kwarg_only]
+        args = [said.get(one.name) for one in definition.operands]
         while args and args[-1] is None:
             args.pop()
         kwargs = {
-            one.name: said[one.name]
-            for one in op._schema.arguments
-            if one.kwarg_only and one.name in said
-            if one.name.endswith(_ALWAYS_SAID) or said[one.name] != one.default_value
+            one: said[one]
+            for one, default in definition.keywords.items()
+            if one in said and (one.endswith(_ALWAYS_SAID) or said[one] != default)
         }
         if value is None:
             values, keywords = fx.map_arg((args, kwargs), self.c.values.get)

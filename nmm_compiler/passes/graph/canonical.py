@@ -426,8 +426,9 @@ def once(ask: Callable[..., _T]) -> Callable[..., _T]:
     @functools.wraps(ask)
     def asked(c: Canonical, *about: Any) -> _T:
         question = (ask.__name__, about)
-        if question not in c.known:
-            c.known[question] = ask(c, *about)
-        return c.known[question]
+        answer = c.known.get(question, c)
+        if answer is c:  # it was not asked before
+            answer = c.known[question] = ask(c, *about)
+        return answer
 
     return asked

@@ -106,7 +106,7 @@ def read_call(
     names, known = _parameters(handler)
     given = dict(zip(names, args, strict=False))
     said = {**kwargs, "name": name}
-    given |= {own: said[keyword] for keyword, own in known.items() if keyword in said}
+    given |= {known[keyword]: value for keyword, value in said.items() if keyword in known}
     if not all(_is_tensor(c, given.get(one)) for one in names if one in _TENSORS):
         return None
     if "like" in names and not _kept(c, given["like"], node):
@@ -841,8 +841,9 @@ def _visit(c: Canonical, node: Node) -> None:
     elif shared and shape is not None:
         c.define(node, Leaf(), shape)
     else:
-        opaque = Opaque(_opaque_name(c, node), () if shape is None else inputs)
-        c.define(node, result or opaque, shape or ())
+        if result is None:
+            result = Opaque(_opaque_name(c, node), () if shape is None else inputs)
+        c.define(node, result, shape or ())
     own, *parts = (c.forms.get(key) for key in (node, *c.virtuals.get(node, ())))
     is_product = any(isinstance(form, Product) for form in (own, *parts))
     if inputs and all(n in c.constant or n in c.derived for n in inputs):

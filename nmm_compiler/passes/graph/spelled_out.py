@@ -130,8 +130,8 @@ def _recognized(c: Canonical, end: Node, root: Node, steps: set[Node]) -> Activa
             n for step in steps for n in (*step.args, *step.kwargs.values()) if type(n) is float
         }
         for eps in given:
-            for kind, norm in _NORMS.items() if 0.0 < eps < _LARGEST_EPS else ():
-                if _is_same(result, norm(x, x.shape[-1:], eps=eps)):
+            for kind in _NORMS if 0.0 < eps < _LARGEST_EPS else ():
+                if _is_same(result, _known_norm(len(x.shape), kind, eps)):
                     return Norm(root, kind, None, eps=eps)
     return None
 
@@ -183,6 +183,11 @@ def _known(rank: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     points = torch.tensor(_POINTS, dtype=torch.float64)
     x = (scales[:, None] * points).reshape(*(2,) * (rank - 1), len(_POINTS))
     return x, {name: function(x) for name, function in _ACTIVATIONS.items()}
+
+
+@functools.lru_cache(32)
+def _known_norm(rank: int, kind: str, eps: float) -> torch.Tensor:
+    return _NORMS[kind](_known(rank)[0], (len(_POINTS),), eps=eps)
 
 
 def _is_same(one: torch.Tensor, two: torch.Tensor) -> bool:

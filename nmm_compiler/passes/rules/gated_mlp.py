@@ -172,8 +172,9 @@ class GatedMLP(KernelRule):
         out_dims = over_tokens(graph, half.out_dims, down)
         if out_dims is None or not down.only_bias():
             return None
-        chains = [*half.chains, down]
-        call = Call.of(graph, "gated_mlp", chains, node, out_dims, activation=half.activation)
+        call = Call.of(
+            graph, "gated_mlp", [*half.chains, down], node, out_dims, activation=half.activation
+        )
         match = self.matched(graph, call)
         if isinstance(match, Match):
             return match
@@ -204,11 +205,9 @@ class CorrectedMLP(KernelRule):
         linears = tuple(one.chain for one in calls)
         ways = {way for one in linears for way in one.ways.items()}
         alike = len(ways) == len(dict(ways)) and len({"u" in one.bits for one in linears}) == 1
-        tokens = (gate.chain.first, gate.out_dims, up.chain.first, up.out_dims)
+        same = same_tokens(graph, gate.chain.first, gate.out_dims, up.chain.first, up.out_dims)
         out_dims = over_tokens(graph, gate.out_dims, down)
-        if not alike or out_dims is None or down.n != gate.source.k:
-            return None
-        if not same_tokens(graph, *tokens):
+        if not (alike and same) or out_dims is None or down.n != gate.source.k:
             return None
         whole = dataclasses.replace(
             gate, op="gated_mlp", chains=linears, final=node, out_dims=out_dims,
