@@ -108,11 +108,11 @@ class ByTorch:
         if plain and layouts[-1] == "col" and out_layout == "row":
             return linear(h, weights[-1], bias)  # most calls, without another Python call
         y = product(h, weights[-1], layouts[-1], bias if plain else None)
+        y = y if scale == 1.0 else y * scale  # inductor drops the alpha of a sum (torch 2.13)
         if base is not None:
-            y = torch.add(product(x, *base, bias), y, alpha=scale)
-        elif not plain:
-            y = y * scale
-            y = y if bias is None else y + bias
+            y = product(x, *base, bias) + y
+        elif not plain and bias is not None:
+            y = y + bias
         return y if out_layout == "row" else as_matrix(y).t().contiguous()
 
 

@@ -298,3 +298,19 @@ def test_inductor_emits_the_products_that_it_emits_without_us():
     assert rewritten() == 3
     assert len(ours) == 6
     assert ours == plain
+
+
+@torch.no_grad()
+def test_inductor_computes_with_the_factors_of_sums():
+    """That of torch 2.13 drops the alpha of a sum with a product (pytorch issue 167313)."""
+    linear = nn.functional.linear
+    model = Model(
+        lambda m, x: torch.addmm(
+            linear(x, m.w) + 0.5 * linear(linear(x, m.a), m.b), x @ m.u, m.v, beta=0.3
+        ),
+        w=(48, 64), a=(8, 64), b=(48, 8), u=(64, 8), v=(8, 48),
+    )  # fmt: skip
+    x = torch.randn(4, 64)
+    out = with_nmm(model, inner="inductor")(x)
+    assert rewritten() == 2
+    assert (out - model(x)).abs().max() <= 4 * torch.finfo(x.dtype).eps * (64 + 8)

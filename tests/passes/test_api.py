@@ -143,10 +143,6 @@ def of(name):
     return functools.partial(match_of, name)
 
 
-def negated(match, editor):
-    return editor.call(torch.ops.aten.neg.default, match.node.args[0])
-
-
 @pytest.mark.parametrize(
     ("rule", "said"),
     [
@@ -156,7 +152,10 @@ def negated(match, editor):
         (broken(checks=of("other")), "check returned a match of rule 'other'; pass rule=self.name"),
         (broken(checks=lambda node: True), "check returned True; return a Match"),
         (broken(rewrites=lambda m, e: None), "rewrite returned None; return the node"),
-        (broken(rewrites=negated), "of the same shape and dtype"),
+        (
+            broken(rewrites=lambda m, e: e.call(torch.ops.aten.neg.default, m.node.args[0])),
+            "of the same shape and dtype",
+        ),
     ],
 )
 def test_a_broken_rule_is_named_and_the_graph_is_left_alone(rule, said, exported):
@@ -189,21 +188,13 @@ def test_a_wrong_answer_of_combine_is_the_fault_of_its_rule(joined, said, strict
         run(exported, options=Options(strict=strict, rules=("-lowrank",)), rules=[rule])
 
 
-def retarget(node):
-    node.target = torch.ops.aten.neg.default
-
-
-def reorder(node):
-    next(iter(node.graph.nodes)).prepend(node)
-
-
 EDITS = {
-    "target": retarget,
+    "target": lambda node: setattr(node, "target", torch.ops.aten.neg.default),
     "arguments": lambda node: setattr(node, "args", node.args[:2]),
     "keywords": lambda node: setattr(node, "kwargs", {"bias": None}),
     "readers": lambda node: node.replace_all_uses_with(node.args[0]),
     "new node": lambda node: node.graph.call_function(torch.neg, (node.args[0],)),
-    "order": reorder,
+    "order": lambda node: next(iter(node.graph.nodes)).prepend(node),
 }
 
 

@@ -99,14 +99,6 @@ def unbounded(model):
         linear.__class__ = Wide
 
 
-def scaled(model):
-    model.function = lambda p, x: 0.5 * p.low(x)
-
-
-def other_gate(model):
-    model.gate = low_rank(K, N).to(BF16)
-
-
 @pytest.mark.parametrize(
     ("given", "change", "options", "words"),
     [
@@ -114,8 +106,18 @@ def other_gate(model):
         (("one", "fp8", torch.float32), None, {}, "x is float32; cast the model to bfloat16"),
         (("one", "int8"), None, {}, "int8 factors are dequantized at each call"),
         (("one",), unbounded, {}, "may lie beyond 240"),
-        (("one",), scaled, {}, "more than a bias stands beside its products"),
-        (("mlp",), other_gate, {}, "the call has other weights, too"),
+        (
+            ("one",),
+            lambda m: setattr(m, "function", lambda p, x: 0.5 * p.low(x)),
+            {},
+            "more than a bias stands beside its products",
+        ),
+        (
+            ("mlp",),
+            lambda m: setattr(m, "gate", low_rank(K, N).to(BF16)),
+            {},
+            "the call has other weights, too",
+        ),
     ],
 )
 def test_what_is_dequantized_is_said_by_name(given, change, options, words):

@@ -53,6 +53,21 @@ def test_every_level(name, level):
     assert error <= BOUND
 
 
+@pytest.mark.long
+@torch.no_grad()
+@pytest.mark.parametrize("name", [n for n, one in CASES.items() if one.expect != "no:training"])
+def test_the_default_backend_computes_what_eager_does(name):
+    """It compiles the graph with inductor; cases with dropout draw other numbers there."""
+    torch.manual_seed(1)
+    x, model = CASES[name].x(), gallery.Holder(CASES[name].function)
+    model = model.double() if x.dtype == torch.float64 else model
+    compiled = torch.compile(model, backend="nmm", options={"strict": True})
+    wanted, got = (torch.utils._pytree.tree_leaves(run(x.clone())) for run in (model, compiled))
+    for one, other in zip(wanted, got, strict=True):
+        error, size = (one.double() - other.double()).abs().max(), one.double().abs().max()
+        assert error <= 2 * BOUND * max(1.0, size)
+
+
 @pytest.mark.parametrize("name", [n for n in QUICK_DYNAMO if CASES[n].expected("S") != "n/a"])
 def test_rules_say_all_forms_that_their_matches_end_at(name, monkeypatch):
     module, inputs = gallery.capture(CASES[name], "S")

@@ -192,17 +192,14 @@ def test_dump_writes_the_graph_after_each_step(tmp_path, monkeypatch):
         compile(text, "dump", "exec")
 
 
-def _match_twice(matches):
-    return [*matches, dataclasses.replace(matches[0], rule="shared_x")]
-
-
 def _turn_what_is_changed_outside(graph, match):
     match.data.out_layout, match.data.rounded = "col", True
 
 
 # What a step may get wrong, and the words of the check that finds it.
 WRONG = {
-    "combine": (SharedX, "combine", lambda rule, graph, matches: _match_twice(matches),
+    "combine": (SharedX, "combine",
+                lambda rule, graph, ms: [*ms, dataclasses.replace(ms[0], rule="shared_x")],
                 "both take over node"),
     "layout": (layout, "_absorb_transpose", _turn_what_is_changed_outside,
                "is turned, and changed outside"),

@@ -192,10 +192,6 @@ def test_gradients_stop_where_the_model_stops_them(function, kinds):
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
 
 
-def _vmapped(p, x):
-    return lin(p, torch.func.vmap(lambda row: lin(p, row))(lin(p, x)))
-
-
 def _around(p, x):
     h = F.linear(x, p.a)
     y = torch.func.vmap(torch.sin)(x)
@@ -205,10 +201,6 @@ def _around(p, x):
 def _tangent(p, x):
     _, tangent = torch.func.jvp(lambda z: lin(p, z), (x,), (torch.ones_like(x),))
     return lin(p, x) + tangent
-
-
-def _gradient(p, x):
-    return lin(p, x) + torch.func.grad(lambda z: lin(p, z).sum())(x)
 
 
 def _checkpoint_inside(p, x):
@@ -221,10 +213,10 @@ def _checkpoint_inside(p, x):
 @pytest.mark.parametrize(
     ("function", "chains", "left"),
     [
-        (_vmapped, 2, 1),
+        (lambda p, x: lin(p, torch.func.vmap(lambda row: lin(p, row))(lin(p, x))), 2, 1),
         (_around, 0, 1),
         (_tangent, 1, 1),
-        (_gradient, 1, 1),
+        (lambda p, x: lin(p, x) + torch.func.grad(lambda z: lin(p, z).sum())(x), 1, 1),
         (_checkpoint_inside, 1, 0),
     ],
 )

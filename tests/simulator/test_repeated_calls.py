@@ -28,12 +28,13 @@ def tiled(rows, mode="timing"):
     return simulate(f"{path}:tiled", *given, mode=mode)
 
 
-def one_program(rule):
-    return rule.grid == 1 and not rule.needs_data and rule.on == rule.holds_on
-
-
 @pytest.mark.parametrize(
-    "rule", [pytest.param(r, id=f"{r.topic}: {r.says}") for r in rules() if one_program(r)]
+    "rule",
+    [
+        pytest.param(rule, id=f"{rule.topic}: {rule.says}")
+        for rule in rules()
+        if rule.grid == 1 and not rule.needs_data and rule.on == rule.holds_on
+    ],
 )
 def test_a_breaker_is_refused_after_calls_that_hold_the_rule(rule):
     with pytest.raises(errors.SimulationError) as caught:

@@ -144,7 +144,11 @@ def one_dim(editor: Editor, key: Key, size: int) -> fx.Node:
 
 
 def times(editor: Editor, node: fx.Node, number: float) -> fx.Node:
-    """Emit a value times a number."""
+    """Emit a value times a number.
+
+    No sum has an alpha: inductor of torch 2.13 drops that of a sum with a product (pytorch issue
+    167313).
+    """
     return node if number == 1.0 else editor.call(aten.mul.Tensor, node, number)
 
 
@@ -152,7 +156,7 @@ def plus(editor: Editor, bias: fx.Node | None, own: fx.Node, number: float) -> f
     """Emit a bias plus `number` times a vector."""
     if bias is None:
         return times(editor, own, number)
-    return editor.call(aten.add.Tensor, bias, own, alpha=number)
+    return editor.call(aten.add.Tensor, bias, times(editor, own, number))
 
 
 def times_x(editor: Editor, scale: fx.Node, x: Scaled) -> fx.Node:
@@ -539,7 +543,7 @@ class Call:
         if self.chain.addend is None:
             return y
         addend, factor = self.chain.addend
-        return editor.call(aten.add.Tensor, y, editor.node(addend), alpha=factor)
+        return editor.call(aten.add.Tensor, y, times(editor, editor.node(addend), factor))
 
     def info(self) -> dict[str, Any]:
         """Return what a report says about the call; n: of a gated MLP, features of gate and up."""
