@@ -18,7 +18,6 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import torch
 from torch import fx
 from torch._dynamo.aot_compile_types import (
     BundledAOTAutogradSerializableCallable,
@@ -42,12 +41,6 @@ _INNER: dict[str, Any] = {
     "graph": GraphModuleSerializableCallable,
 }
 _LENGTH_BYTES = 8
-
-
-def is_wanted() -> bool:
-    """Return whether torch compiles ahead of time now, so that the result must be writable."""
-    config: Any = torch._functorch.config
-    return bool(config.bundled_autograd_cache and config.force_non_lazy_backward_lowering)
 
 
 class AheadOfTime(SerializableCallable):

@@ -32,7 +32,6 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch.utils._pytree import tree_leaves
 
 import nmm_compiler.runtime.executor  # noqa: F401  (registers the executors)
-from nmm_compiler.backend import ahead_of_time
 from nmm_compiler.backend.report import (
     CompileReport,
     KernelLine,
@@ -105,13 +104,21 @@ def nmm(
     with work.phase("inner"):
         compiled = _compile_inner(work, rewritten, patches)
     report = work.report()
-    if ahead_of_time.is_wanted():
+    if _compiles_ahead_of_time():
+        from nmm_compiler.backend.ahead_of_time import AheadOfTime  # torch 2.9 cannot do this
+
         graph = rewritten if report.fallback is None else gm
-        compiled = ahead_of_time.AheadOfTime.of(compiled, graph, chosen, report)
+        compiled = AheadOfTime.of(compiled, graph, chosen, report)
     elif work.unverified is not None:
         compiled = _verified_at_first_call(work.unverified, compiled)
     publish(report, chosen, work.gm, rewritten)
     return compiled
+
+
+def _compiles_ahead_of_time() -> bool:
+    """Return whether the result must be writable, for torch's `aot_compile`."""
+    wanted = ("bundled_autograd_cache", "force_non_lazy_backward_lowering")
+    return all(getattr(torch._functorch.config, name, False) for name in wanted)
 
 
 def reset() -> None:

@@ -1,6 +1,7 @@
 """Values of nodes: only what a graph lacks is computed, under the shape environment it has."""
 
 import functools
+import types
 
 import models
 import pytest
@@ -11,6 +12,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from nmm_compiler.passes.graph.capture import collect_values
+from nmm_compiler.passes.rules.base import module_path
 
 SAID = []
 
@@ -30,11 +32,12 @@ def forget(module, lost):
             node.meta.pop("example_value", None)
 
 
-def in_rows(p, x):
-    return F.linear(F.linear(x, p.a).reshape(-1, 4), p.b).relu()
-
-
-Pair = functools.partial(models.Model, in_rows, a=(4, 32), b=(32, 4))
+Pair = functools.partial(
+    models.Model,
+    lambda p, x: F.linear(F.linear(x, p.a).reshape(-1, 4), p.b).relu(),
+    a=(4, 32),
+    b=(32, 4),
+)
 
 
 def log(word):
@@ -92,3 +95,13 @@ def test_autocast_holds_while_values_are_computed():
 
     compiled(f, [(torch.randn(3, 32), torch.randn(4, 32))], dtypes)
     assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize(
+    "said",
+    ["L['self'].h.0.mlp", "L['fn'].__dict__['_modules']['h'][0].mlp",
+     "L['self']._modules['h']._modules['0'].mlp"],  # of torch 2.13, and of 2.9
+)  # fmt: skip
+def test_paths_of_modules_are_those_of_the_model(said):
+    stack = {"1": (said, torch.nn.Linear)}
+    assert module_path(types.SimpleNamespace(meta={"nn_module_stack": stack})) == "h.0.mlp"
