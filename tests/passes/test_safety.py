@@ -350,3 +350,10 @@ def test_what_a_node_writes(name):
     written = [n.name for n in written_arguments(node, module) if n.op == "placeholder"]
     assert written == list(wanted)
     assert graph_writes(module) == bool(wanted)
+
+
+@pytest.mark.parametrize("name", ["__iadd__", "__iand__", "__imatmul__", "__setitem__", "add_"])
+def test_methods_that_write_are_known_by_their_names(name):
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    assert written_arguments(graph.call_method(name, (x, x)), torch.nn.Module()) == [x]

@@ -28,9 +28,8 @@ _MODULES = frozenset(
         "torch.special",
     }
 )
-# One operation, several names: torch function, method, dunder, ATen, prims.
+# One operation, several names: torch function, method (`__add__` as "add"), ATen, prims.
 _SYNONYMS = {
-    "__matmul__": "matmul",
     "truediv": "div",
     "iadd": "add_",
     "isub": "sub_",
@@ -55,19 +54,11 @@ _SYNONYMS = {
     "divide": "div",
     "negative": "neg",
     "subtract": "sub",
-    "__add__": "add",
-    "__radd__": "add",
-    "__mul__": "mul",
-    "__rmul__": "mul",
-    "__sub__": "sub",
-    "__truediv__": "div",
-    "__iadd__": "add_",
-    "__imul__": "mul_",
-    "__isub__": "sub_",
-    "__itruediv__": "div_",
-    "__setitem__": "setitem_",
-    "__getitem__": "getitem",
-    "__and__": "bitwise_and",
+    "radd": "add",
+    "rmul": "mul",
+    "and": "bitwise_and",
+    "__and__": "bitwise_and",  # of ATen
+    "or": "bitwise_or",
     "__or__": "bitwise_or",
     "linalg_matmul": "matmul",
     "linalg_multi_dot": "multi_dot",
@@ -106,7 +97,8 @@ def target_name(node: Any) -> str | None:
         return None
     target: Any = node.args[1] if node.target is getattr else node.target
     if node.op == "call_method" or node.target is getattr:
-        return _SYNONYMS.get(str(target), str(target))
+        name = str(target).strip("_") if str(target).endswith("__") else str(target)
+        return _SYNONYMS.get(name, name)
     if node.op != "call_function":
         return None
     try:
