@@ -29,7 +29,7 @@ def module_path(node: fx.Node) -> str:
 @functools.lru_cache(maxsize=1024)
 def _readable(path: str) -> str:
     """Return Dynamo's path of a module as the model's attributes name it."""
-    path = re.sub(r"L\['(self|fn)'\]\.?", "", path)
+    path = re.sub(r"L\['(self'|fn'|args'\]\[0)\]\.?", "", path)
     path = re.sub(r"(?:__dict__\['_modules'\]|\b_modules)\['(\w+)'\]", r"\1", path)
     return re.sub(r"(\w)\[['\"]?(\w+)['\"]?\]", r"\1.\2", path).strip(".")
 
