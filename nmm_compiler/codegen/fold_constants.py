@@ -308,6 +308,8 @@ class Folder(TreeEditor):
                 return other
             case ast.Constant(int(plain)), other if plain == neutral and commutes:
                 return other
+            case ast.Constant(0), ast.Name() if isinstance(updated.op, ast.Mult):
+                return updated.left
         return updated
 
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:

@@ -56,7 +56,7 @@ def test_goldens_stay_small_and_readable(path):
     lines = path.read_text(encoding="utf-8").splitlines()
     assert max(map(len, lines)) <= 100
     code = lines[next(at for at, line in enumerate(lines) if line.startswith("import ")) :]
-    assert sum(bool(line.strip()) for line in code) <= 80
+    assert sum(bool(line.strip()) for line in code) <= 85
 
 
 def test_same_input_same_bytes():

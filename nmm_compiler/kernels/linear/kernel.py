@@ -155,7 +155,10 @@ def compute_block(
     x_pitch = (at.tokens + 15) // 16 * 16 if spec.x_aligned else at.tokens
     x_sb = nl.ndarray((128, spec.x_tiles, x_pitch), dtype=x.dtype, buffer=nl.sbuf)
     if spec.x_chunk > 0:
-        load_normed(x_sb, x, at, ends.norm_gain, ends.norm_bias, spec)
+        load_normed(
+            x_sb, x, at, ends.norm_gain, ends.norm_bias, spec,
+            schedule.own_queue and not spec.mx,
+        )  # fmt: skip
     p_sb = (
         nl.ndarray((128, spec.p_tiles, at.tokens), dtype=p_type, buffer=nl.sbuf)
         if spec.p_tiles > 0

@@ -45,7 +45,6 @@ class Weight(WeightPlan, Record):
     """
 
     name: str = ""
-    n: int = 0
     format: str = ""
     layout: str = "row"
     cut: int = -1
@@ -281,13 +280,6 @@ class Layer(Record):
         """The tiles of h^T that a core makes, 0 where nothing follows h."""
         return tiles(self.linears[0].n, 128) if self.down.n else 0
 
-    def corrects(self, linear: Linear) -> bool:
-        """Whether plain factors of a linear stand beside a weight of few bits."""
-        pair = linear.low_rank
-        stored = bool(linear.weight.mx) or (self.fp8 and linear.weight.k > 0)
-        plain = pair.r > 0 and not pair.shaped and (not pair.scales or pair.u.format == FP8)
-        return stored and plain and not self.exchanges_down
-
     @property
     def x_tiles(self) -> int:
         """The tiles of the strip of x."""
@@ -416,11 +408,10 @@ def half(layer: Layer, split: str) -> Layer:
             cut=1 if linear.rows else 0,
         )  # fmt: skip
 
-    x_cut = 1 if layer.x_layout == "row" else 0
     return dataclasses.replace(
         layer,
         k=layer.k // 2 if sums else layer.k,
-        x_cut=x_cut if sums else -1,
+        x_cut=int(layer.x_layout == "row") if sums else -1,
         split=split,
         linears=tuple(of(linear, not sums) for linear in layer.linears),
         down=of(layer.down, layer.down.weight.k > 0) if layer.down.n else layer.down,
@@ -432,5 +423,4 @@ def halves_x(layer: Layer) -> bool:
     plain = layer.norm == "none" and not (
         layer.fp8 and len(layer.linears) > 1 and not layer.combine
     )
-    dense = any(linear.weight.k for linear in layer.linears)
-    return plain and not dense and layer.k % 256 == 0
+    return plain and layer.k % 256 == 0 and not any(one.weight.k for one in layer.linears)

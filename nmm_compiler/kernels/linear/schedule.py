@@ -134,8 +134,15 @@ class LinearSchedule(Schedule):
         chunk = chunk_rows(weight.k, int(columns * size), self.load_bytes)
         fours = layer.mx and weight.name != linear.low_rank.v.name
         apart = 4 if layer.mx and layer.down.n > 0 and not (first or behind) else 1
+        # plain factors beside a weight of few bits
+        corrects = (
+            (layer.mx or (layer.fp8 and linear.weight.k > 0))
+            and not linear.low_rank.shaped
+            and (not linear.low_rank.scales or linear.low_rank.u.format == FP8)
+            and not layer.exchanges_down
+        )
         few = (
-            layer.corrects(linear)
+            corrects
             and layer.m <= FEW
             and weight is not linear.weight
             and (layer.mx or linear.low_rank.u.k > 384)
@@ -145,17 +152,19 @@ class LinearSchedule(Schedule):
         order = FOURS if fours else layer.order if of_x else STRIDED
         # A sum takes its next product 203 ns behind the one before: of few tokens more sums fit
         # in between, and share a bank.
-        share = 1 if first or rows or tokens >= 64 else 2 if layer.mx or layer.combine else 4
+        most = 4 if first or not (layer.mx or layer.combine) else 2
+        share = 1 if rows else min(most, max(1, 512 // tokens))
+        last = weight is linear.scaled and linear.place + 1 == len(layer.layers)
         return dataclasses.replace(
             weight,
             order=order,
             load="tensor16" if layer.format_of(weight) == FP8 and load == "tensor" else load,
-            # of many short rows, descriptors of the hardware take less than half of the time
+            # of many short rows, descriptors of the hardware take less than half of the time; and
+            # weights do not wait for transposes of x
             queue="scalar"
             if load == "rows"
             and order == STRIDED
-            and columns * size < 512
-            and weight.k > 512
+            and (of_x or (columns * size < 512 and weight.k > 512))
             and self.own_queue
             else "",
             block=128 * tiles(columns, 128),
@@ -167,6 +176,12 @@ class LinearSchedule(Schedule):
             apart=apart,
             few_sums=few and first and not self.double_row,
             parts=parts_of(weight, columns, 128 * apart) if narrow else 1,
+            pieces=4
+            if last
+            and layer.m <= FEW
+            and columns * (weight.mx_bytes or size) >= 4096
+            and weight.n % 4 == 0
+            else 1,
         )
 
     def buffers(self, made: Layer) -> dict[str, tuple[int, int, int]]:
@@ -476,25 +491,30 @@ def work(layer: Layer, schedule: LinearSchedule) -> Work:
     m_blocks, x_size = tiles(layer.m, schedule.m_block), item_bytes(layer.x_format)
     first, total = made.weights()[0], layer.m * layer.k * x_size
     chunk, first_size = min(first.chunk, first.k), weight_bytes(layer.format_of(first))
+    last = made.layers[-1].scaled
     panel = min(made.results[0].last.block, made.results[0].n)
-    turned = made.x_load.startswith("tensor")
     # by each of two cores to the other one, a partition and token
     sent = 4 * made.p_tiles * made.exchanges_p + 4 * made.down.low_rank.tiles * made.exchanges_down
     sent += item_bytes(made.kept_dtype) * made.h_tiles * made.exchanges_h
     done = Work(
         lead_bytes=int(chunk * (tokens * x_size + min(first.block, first.n) * first_size)),
         lead_passes=(4 * (layer.norm != "none"), tiles(min(layer.m, 512) * layer.k, 128)),
-        tail_matmuls=(tiles(panel, 512) * tiles(min(tokens, 512), 128), min(512, panel)),
+        tail_matmuls=(tiles(panel, 512) * tiles(min(tokens, 512), 128), min(512, panel))
+        if made.results[-1].by_rows
+        else (tiles(last.chunk, 128) * tiles(panel, 128 * last.pieces), tokens),
         tail_bytes=min(layer.m, 128) * panel * item_bytes(layer.result_dtype) + 128 * made.m * sent,
-        hops=3 + turned + bool(made.factors) + bool(made.down.n) + len(made.down_pairs),
+        hops=3
+        + made.x_load.startswith("tensor")
+        + bool(made.factors)
+        + bool(made.down.n)
+        + len(made.down_pairs),
     )
     step = made.x_chunk or first.chunk
     count = tiles(layer.k, step) * m_blocks
     deep = step // 128 if made.order == ORDERS[0] and tokens == layer.m else 1
-    run = x_size * tokens * deep
     squares = tiles(layer.k, 128) // made.x_parts * tiles(layer.m, 128)
     flat = (squares, count * tiles(tokens, 128), step // made.x_parts * x_size)
-    done.load(made.x_load, total, count, run, flat)
+    done.load(made.x_load, total, count, x_size * tokens * deep, flat)
     if layer.mx:
         done.evictions.append((2 * tiles(layer.k, 512) * m_blocks, 4 * tokens))
     if layer.norm != "none":

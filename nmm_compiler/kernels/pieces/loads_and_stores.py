@@ -24,7 +24,7 @@ def load(dst, tile, part: Part, how, order, total, queue):
     elif how == "dma":
         load_transposed_by_dma(dst, tile, part)
     else:
-        load_transposed_by_tensor(dst, tile, part, order, how == "tensor16")
+        load_transposed_by_tensor(dst, tile, part, order, how == "tensor16", queue)
 
 
 def load_rows(dst, tile, part: Part, order, total, queue):
@@ -43,18 +43,13 @@ def load_rows(dst, tile, part: Part, order, total, queue):
                 part.row : part.row + 128 * tiles, part.column : part.column + part.columns
             ]
             view = rows.reshape_dim(0, (tiles, 128)).permute((1, 0, 2))
-        if queue:
-            move(dst[0:128, tile : tile + tiles, 0 : part.columns], view, queue)
-        else:
-            nisa.dma_copy(dst=dst[0:128, tile : tile + tiles, 0 : part.columns], src=view)
+        move(dst[0:128, tile : tile + tiles, 0 : part.columns], view, queue)
     if part.rows % 128 > 0:
-        nisa.dma_copy(
-            dst=dst[0 : part.rows % 128, tile + tiles, 0 : part.columns],
-            src=part.src[
-                part.row + 128 * tiles : part.row + part.rows,
-                part.column : part.column + part.columns,
-            ],
-        )
+        rest = part.src[
+            part.row + 128 * tiles : part.row + part.rows,
+            part.column : part.column + part.columns,
+        ]
+        move(dst[0 : part.rows % 128, tile + tiles, 0 : part.columns], rest, queue)
 
 
 def load_transposed_by_dma(dst, tile, part: Part):
@@ -80,7 +75,7 @@ def load_transposed_by_dma(dst, tile, part: Part):
         )
 
 
-def load_transposed_by_tensor(dst, tile, part: Part, order, widen):
+def load_transposed_by_tensor(dst, tile, part: Part, order, widen, queue):
     """Load rows as they lie, then turn 128 x 128 tiles on TensorE."""
     # fp8 numbers are turned as bfloat16, which holds each of them
     dtype = nl.bfloat16 if widen else part.src.dtype
@@ -93,7 +88,7 @@ def load_transposed_by_tensor(dst, tile, part: Part, order, widen):
         rows = part.src[first : first + width, part.row : part.row + part.rows]
         if part.parts > 1:
             rows = rows.reshape_dim(1, (part.parts, each)).permute((1, 0, 2))
-        nisa.dma_copy(dst=flat, src=rows)
+        move(flat, rows, "" if widen else queue)
         strip = dst[0:128, tile : tile + tiles, start : start + width]
         turn_rows(strip, flat, order, start // 128, part.parts)
 
@@ -304,7 +299,7 @@ def add_squares(squares, part, tile, start):
 
 
 def move(dst, src, own_queue):
-    """Store a tile, or load what need not come before weights: a queue with few other loads."""
+    """Move a tile between HBM and SBUF on a DMA queue."""
     if own_queue == "scalar":
         nisa.dma_copy(dst=dst, src=src, dge_mode=nisa.dge_mode.hwdge, engine=nisa.engine.scalar)
     elif own_queue:

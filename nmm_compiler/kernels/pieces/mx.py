@@ -60,8 +60,8 @@ def quantize_tiles(data, scales, strip, count, tokens, columns, turn):
 def load_mx_chunk(term: Term, k0, n0, columns):
     """Return a chunk of a panel of an MX weight, data and scales, loaded.
 
-    Of a large one some tiles come first, then the scales, then a tile a load: each has products
-    before the next is there.
+    The scales come first, or behind the first tile of a weight, then a tile a load: each has
+    products before the next is there.
     """
     rows = min(term.plan.chunk, term.plan.k - k0)
     tiles = (rows + 511) // 512
@@ -69,8 +69,7 @@ def load_mx_chunk(term: Term, k0, n0, columns):
     # whole elements from one tile to the next
     width = size * columns + (columns + 3) // 4 * 4
     tile = nl.ndarray((128, tiles, width), dtype=nl.uint8, buffer=nl.sbuf)
-    wanted = 2 if size * columns < 4096 else 1
-    early = min(wanted if size * columns >= 2048 else tiles, rows // 512)
+    early = 1 if k0 + n0 == 0 and rows >= 512 else 0
     data = term.weight[k0 // 4 : (k0 + rows) // 4, size * n0 : size * (n0 + columns)]
     load_rows(
         tile, 0, Part(data, 0, 128 * early, 0, size * columns, 1), "strided_rows", rows, False
@@ -85,9 +84,15 @@ def load_mx_chunk(term: Term, k0, n0, columns):
         else:
             for quadrant in range(min(4, (deep + 127) // 128)):
                 load_scales(place, scales, quadrant, deep // 512, (deep % 512) // 128)
+    at_end = k0 + rows == term.plan.k and n0 + columns == term.plan.n
     for late in range(early, tiles):
-        own = Part(data, 128 * late, min(128, rows // 4 - 128 * late), 0, size * columns, 1)
-        load_rows(tile, late, own, "strided_rows", rows, "")
+        pieces = term.plan.pieces if at_end and late + 1 == tiles else 1
+        wide = size * columns // pieces
+        deep = min(128, rows // 4 - 128 * late)
+        for piece in range(pieces):
+            own = Part(data, 128 * late, deep, piece * wide, wide, 1)
+            place = tile[0:128, 0:tiles, piece * wide : (piece + 1) * wide]
+            load_rows(place, late, own, "strided_rows", rows, "")
     return tile
 
 

@@ -68,14 +68,14 @@ def feature_columns(vector, size, order, offset):
     return columns
 
 
-def load_normed(x_sb, x, at: Block, gain, bias, spec):
+def load_normed(x_sb, x, at: Block, gain, bias, spec, own_queue):
     """Load a block of tokens, so many features at a time; put its norm, if any, in its place.
 
     gain, bias: fp32 [128, tiles], as the features lie in the strip.
     """
     for k0 in range(0, spec.k, spec.x_chunk):
         part = Part(x, k0, min(spec.x_chunk, spec.k - k0), at.m0, at.tokens, spec.x_parts)
-        load(x_sb, k0 // 128, part, spec.x_load, spec.order, spec.k, "")
+        load(x_sb, k0 // 128, part, spec.x_load, spec.order, spec.k, own_queue)
     if spec.norm != "none":
         normalize(x_sb, at.tokens, gain, bias, spec)
 

@@ -27,8 +27,15 @@ def load_chunk(term: Term, k0, n0, columns):
     pitch = (columns + 15) // 16 * 16 if aligned else columns
     deep = (rows + 511) // 512 * 4 if term.plan.order == "fours" else (rows + 127) // 128
     tile = nl.ndarray((128, deep, pitch), dtype=term.weight.dtype, buffer=nl.sbuf)
-    part = Part(term.weight, k0, rows, n0, columns, 1)
-    load(tile, 0, part, term.plan.load, term.plan.order, term.plan.k, term.plan.queue)
+    at_end = k0 + 2 * term.plan.chunk >= term.plan.k and n0 + columns == term.plan.n
+    pieces = term.plan.pieces if at_end else 1
+    wide = columns // pieces
+    for piece in range(pieces):
+        part = Part(term.weight, k0, rows, n0 + piece * wide, wide, 1)
+        load(
+            tile[0:128, 0:deep, piece * wide : (piece + 1) * wide], 0, part, term.plan.load,
+            term.plan.order, term.plan.k, term.plan.queue,
+        )  # fmt: skip
     return tile
 
 
@@ -47,8 +54,7 @@ def load_parts(term: Term, n0, columns):
 
 def load_left(term: Term, k0, at: Block):
     """Load a chunk of the left factor from HBM into its strip."""
-    rows = min(term.plan.chunk, term.plan.k - k0)
-    part = Part(term.left.source, k0, rows, at.m0, at.tokens, 1)
+    part = Part(term.left.source, k0, min(term.plan.chunk, term.plan.k - k0), at.m0, at.tokens, 1)
     load(term.left.strip, k0 // 128, part, term.left.how, term.plan.order, term.plan.k, "")
 
 
@@ -73,7 +79,7 @@ def make_columns(
     block = 128 * panel.apart
     n_tiles = (panel.columns + block - 1) // block * panel.apart
     wide = min(512, at.tokens)
-    per_bank = min(panel.group, 512 // wide) if wide < 64 else 1
+    per_bank = min(panel.group, 512 // wide)
     bare = (
         epilogue.scales == ""
         and epilogue.activation == "identity"
@@ -84,13 +90,10 @@ def make_columns(
         count = min(panel.group, n_tiles - n1)
         sums = []
         for i in range(count * m_tiles):
-            if per_bank == 1:
-                sums.append(nl.ndarray((128, wide), dtype=nl.float32, buffer=nl.psum))
-            else:
-                # sums of few tokens share a bank, as nki-library's of MX blocks do
-                if i % per_bank == 0:
-                    bank = nl.ndarray((128, per_bank * wide), dtype=nl.float32, buffer=nl.psum)
-                sums.append(bank[0:128, i % per_bank * wide : (i % per_bank + 1) * wide])
+            # sums of few tokens share a bank, as nki-library's of MX blocks do
+            if i % per_bank == 0:
+                bank = nl.ndarray((128, per_bank * wide), dtype=nl.float32, buffer=nl.psum)
+            sums.append(bank[0:128, i % per_bank * wide : (i % per_bank + 1) * wide])
         if second.plan.k > 0:
             # p is there, and the loads of the first are the last ones
             sum_columns(sums, second_tiles, second, panel, n1, count, at, False)
@@ -250,8 +253,10 @@ def load_residual(result: Result, panel: Panel, patch: Patch, a, at: Block):
     mw = min(128, at.tokens - ms)
     first = panel.n0 + patch.left
     tile = nl.ndarray((mw, patch.width), dtype=result.out.dtype, buffer=nl.sbuf)
-    rows = result.residual[at.m0 + ms : at.m0 + ms + mw, first : first + patch.width]
-    nisa.dma_copy(dst=tile, src=rows)
+    nisa.dma_copy(
+        dst=tile,
+        src=result.residual[at.m0 + ms : at.m0 + ms + mw, first : first + patch.width],
+    )
     return tile
 
 
