@@ -1,14 +1,14 @@
 """Counts the code by room and says where a limit of docs/layout.md is broken.
 
-    python tests/size.py [--against DIR]
+    python tests/size.py
 
 Statements are what is limited: joining lines saves none. Nodes a statement are limited too, so that
-long expressions save none either. `--against` adds the change from another checkout. The exit code
-is 1 if a limit is broken. The table in docs/layout.md is the only place that names rooms:
-`tests/` is a whole tree, `nmm_compiler/passes/` a room, `nmm_compiler/*.py` the files beside rooms.
+long expressions save none either. The exit code is 1 if a limit is broken. The table in
+docs/layout.md is the only place that names rooms: `tests/` is a whole tree, `nmm_compiler/passes/`
+a room, `nmm_compiler/*.py` the files beside rooms, and what is in a room and has a row of its own
+is counted apart.
 """
 
-import argparse
 import ast
 import re
 import sys
@@ -88,18 +88,24 @@ def limits_of(layout):
 
 
 def sizes_of(root, limits):
-    """Return the size of each room of the trees that the limits name."""
+    """Return the size of each room of the trees that the limits name, of parts with a row apart."""
+    names = [name for limit in limits for name in limit.rooms]
+    parts = [name for name in names if name.rstrip("/").count("/") > 1]
     sizes: dict[str, Size] = {}
-    for tree in dict.fromkeys(name.split("/")[0] for limit in limits for name in limit.rooms):
+    for tree in dict.fromkeys(name.split("/")[0] for name in names):
         for path in sorted((root / tree).rglob("*.py")):
-            _, room, *deeper = path.relative_to(root).parts
-            room = f"{tree}/{room}/" if deeper else f"{tree}/*.py"
+            name = path.relative_to(root).as_posix()
+            room = f"{tree}/*.py" if name.count("/") == 1 else "/".join(name.split("/")[:2]) + "/"
+            room = next((part for part in parts if name.startswith(part)), room)
             sizes[room] = sizes.get(room, Size()) + size_of(path.read_text("utf-8"))
     return sizes
 
 
-def total(sizes, names):
-    return sum((size for room, size in sizes.items() if room.startswith(names)), Size())
+def rooms_of(limit, limits, rooms):
+    """Return the rooms that a row counts: a tree all of its own, a room no part with a row."""
+    tree = any(name.endswith("/") and name.count("/") == 1 for name in limit.rooms)
+    named = {name for one in limits if one is not limit for name in one.rooms}
+    return [room for room in rooms if room.startswith(limit.rooms) and (tree or room not in named)]
 
 
 def rooms_without_a_limit(sizes, limits):
@@ -111,36 +117,27 @@ def rooms_without_a_limit(sizes, limits):
     ]
 
 
-def row(name, size, before, limit=""):
+def row(name, size, limit=""):
     text = f"{name:<28}{size.statements:>11,}{limit:>9}{size.lines:>9,}"
-    text += f"{size.nodes_per_statement:>8.2f}{size.functions:>11,}"
-    return text if before is None else f"{text}{size.statements - before.statements:>+10,}"
+    return text + f"{size.nodes_per_statement:>8.2f}{size.functions:>11,}"
 
 
-def main(arguments=None, root=ROOT):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--against", type=Path, metavar="DIR", help="another checkout")
-    against = parser.parse_args(arguments).against
-    if against and not against.is_dir():
-        parser.error(f"--against {against}: no such directory")
+def main(root=ROOT):
     limits = limits_of((root / "docs" / "layout.md").read_text("utf-8"))
     sizes = sizes_of(root, limits)
-    before = sizes_of(against, limits) if against else None
     faults = [
         f"{room} is in no row of docs/layout.md" for room in rooms_without_a_limit(sizes, limits)
     ]
-    columns = f"{'':<28}{'statements':>11}{'at most':>9}{'lines':>9}{'nodes':>8}{'functions':>11}"
-    print(columns + (f"{'change':>10}" if against else ""))
-    rooms = {*sizes, *(before or {})}
+    print(f"{'':<28}{'statements':>11}{'at most':>9}{'lines':>9}{'nodes':>8}{'functions':>11}")
+    left = set(sizes)
     for limit in limits:
-        size = total(sizes, limit.rooms)
+        rooms = rooms_of(limit, limits, sizes)
+        size = sum(map(sizes.get, rooms), Size())
         faults += limit.faults(size)
-        then = total(before, limit.rooms) if before is not None else None
-        print(row(limit.name, size, then, f"{limit.statements:,}"))
-        for room in sorted(room for room in rooms if room.startswith(limit.rooms)):
-            then = before.get(room, Size()) if before is not None else None
-            print(row(f"  {room}", sizes.get(room, Size()), then))
-        rooms = {room for room in rooms if not room.startswith(limit.rooms)}
+        print(row(limit.name, size, f"{limit.statements:,}"))
+        for room in sorted(left.intersection(rooms)):
+            print(row(f"  {room}", sizes[room]))
+        left.difference_update(rooms)
     for fault in faults:
         print(fault)
     return 1 if faults else 0
