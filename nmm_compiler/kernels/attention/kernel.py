@@ -19,14 +19,13 @@ def attention(q, k, v, spec, schedule, **others):
     heads = 2 * spec.batch * spec.heads if schedule.split else spec.batch * spec.heads
     out = nl.ndarray((heads, spec.m, spec.d), dtype=q.dtype, buffer=nl.shared_hbm)
     part = out
+    core = nl.program_id(0) if schedule.split else 0
     if schedule.split == "heads":
-        core = nl.program_id(0)
         part = half_of_groups(out, groups * spec.group, core)
         q = half_of_groups(q, groups * spec.group, core)
         k = half_of_groups(k, groups, core)
         v = half_of_groups(v, groups, core)
     elif schedule.split == "query_heads":
-        core = nl.program_id(0)
         part = half_of_heads(out, groups, core)
         q = half_of_heads(q, groups, core)
     # a decode step takes several groups at a time
@@ -34,12 +33,11 @@ def attention(q, k, v, spec, schedule, **others):
     if spec.decode and not schedule.loop and schedule.split != "query_heads":
         sets = groups // spec.at_once
     if spec.decode:
-        rows = groups // sets * spec.columns
-        q_groups = q.reshape((sets, rows, spec.d))
-        out_groups = part.reshape((sets, rows, spec.d))
+        shape = (sets, groups // sets * spec.columns, spec.d)
     else:
-        q_groups = q.reshape((groups, spec.group, spec.m, spec.d))
-        out_groups = part.reshape((groups, spec.group, spec.m, spec.d))
+        shape = (groups, spec.group, spec.m, spec.d)
+    q_groups = q.reshape(shape)
+    out_groups = part.reshape(shape)
     if schedule.loop:
         # a group a turn, as a tensor of one group
         k = k.reshape((groups, 1, k.shape[1], k.shape[2]))

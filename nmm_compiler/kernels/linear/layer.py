@@ -391,7 +391,9 @@ def half(layer: Layer, split: str) -> Layer:
         x_cut = 0 if layer.x_layout == "row" else 1
         made = dataclasses.replace(layer, m=layer.m // 2, x_cut=x_cut, split=split)
         return made.each(lambda one: dataclasses.replace(one, cut=0 if one.rows else 1))
-    sums = halves_x(layer)
+    plain = layer.norm == "none" and (not layer.fp8 or len(layer.linears) == 1 or layer.combine)
+    dense = any(one.weight.k for one in layer.linears)
+    sums = plain and not dense and layer.k % 256 == 0
 
     def halved(weight: Weight, dim: int) -> Weight:
         """Return half of a weight, of its inputs, 0, or of its outputs, 1."""
@@ -416,11 +418,3 @@ def half(layer: Layer, split: str) -> Layer:
         linears=tuple(of(linear, not sums) for linear in layer.linears),
         down=of(layer.down, layer.down.weight.k > 0) if layer.down.n else layer.down,
     )
-
-
-def halves_x(layer: Layer) -> bool:
-    """Return whether each of two cores can sum over half of x: all of its products are factors."""
-    plain = layer.norm == "none" and not (
-        layer.fp8 and len(layer.linears) > 1 and not layer.combine
-    )
-    return plain and layer.k % 256 == 0 and not any(one.weight.k for one in layer.linears)

@@ -196,8 +196,9 @@ def turn_columns(natural, angles, spec, schedule):
     turned = natural
     if spec.rope != "none":
         turned = rotate(natural, angles, columns, spec)
-    shape = (128, spec.parts, schedule.pack * columns)
-    q_t = nl.ndarray(shape, dtype=natural.dtype, buffer=nl.sbuf)
+    q_t = nl.ndarray(
+        (128, spec.parts, schedule.pack * columns), dtype=natural.dtype, buffer=nl.sbuf
+    )
     if schedule.pack > 1:
         spread_queries(q_t, turned, columns, spec, schedule)
     else:

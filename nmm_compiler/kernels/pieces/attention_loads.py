@@ -102,8 +102,10 @@ def load_angles(rope, first, rows, spec):
     """Return the angles of tokens `first` and on, [rows, 2, d / 2]."""
     half = spec.d // 2
     angles = nl.ndarray((128, 2, half), dtype=rope.dtype, buffer=nl.sbuf)
-    block = rope[0:2, first : first + rows, 0:half]
-    nisa.dma_copy(dst=angles[0:rows, 0:2, 0:half], src=block.permute((1, 0, 2)))
+    nisa.dma_copy(
+        dst=angles[0:rows, 0:2, 0:half],
+        src=rope[0:2, first : first + rows, 0:half].permute((1, 0, 2)),
+    )
     return angles
 
 

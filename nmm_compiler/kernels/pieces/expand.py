@@ -195,10 +195,11 @@ def store_rows_turned(result: Result, y_sb, n0, columns, core, cores, at: Block)
     else:
         evict(rows_sb, turned, 0)
     part = columns // cores
-    own_rows = rows_sb[0 : at.tokens, core * part : core * part + part]
-    first = n0 + core * part
-    place = result.out[at.m0 : at.m0 + at.tokens, first : first + part]
-    move(place, own_rows, result.own_queue)
+    first = core * part
+    move(
+        result.out[at.m0 : at.m0 + at.tokens, n0 + first : n0 + first + part],
+        rows_sb[0 : at.tokens, first : first + part], result.own_queue,
+    )  # fmt: skip
 
 
 def add_tiles(dst, more, rows):
