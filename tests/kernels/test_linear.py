@@ -32,6 +32,8 @@ KINDS = {
     "few, low rank fp8": f"lowrank m=1 k=1024 r=300 n=640 x_layout=col {FP8}",
     "odd": "lowrank m=17 k=1021 r=200 n=509 x_layout=col bias",
     "odd, base": "lowrank m=5 k=509 r=40 n=300 x_layout=col base",
+    "few, the last loads in pieces": "lowrank m=2 k=256 r=200 n=4500",
+    "ranks that share banks": "lowrank m=100 k=256 r=1300 n=300",
     "rank 1": "lowrank m=70 k=256 r=1 n=300 base",
     "stored turned": "lowrank m=77 k=1024 r=96 n=200 x_layout=col u_layout=col",
     "two parts": f"lowrank m=530 k=256 r=96 n=128 {COLUMNS}",
@@ -60,7 +62,11 @@ def test_chosen_kernels_equal_float64(kind):
     prove_right(build_kernel(spec_of(KINDS[kind]), "trn2"))
 
 
-@pytest.mark.parametrize("kind", ["few, low rank", "odd", "tokens beyond a tile", "mlp, down"])
+@pytest.mark.parametrize(
+    "kind",
+    ["few, low rank", "few, the last loads in pieces", "ranks that share banks", "odd",
+     "tokens beyond a tile", "mlp, down"],
+)  # fmt: skip
 def test_beta_1_equals_float64(kind):
     prove_right(build_kernel(spec_of(KINDS[kind]), "trn1", dialect="neuronxcc"))
 
@@ -69,6 +75,19 @@ def test_beta_1_equals_float64(kind):
 def test_one_token_in_fp8_is_within_half_again_of_its_roofline(line):
     spec = spec_of(f"{line} x_layout=col {FP8}")
     assert spec.roofline_us(TRN2) / choose(spec, "trn2")[0].simulated_us >= 2 / 3
+
+
+@pytest.mark.parametrize(
+    ("line", "share"),
+    [
+        ("matmul m=1 k=2048 n=2048", 0.78),
+        ("lowrank m=1 k=14336 r=2560 n=4096", 0.94),
+        ("lowrank m=128 k=8192 r=1280 n=2048", 0.8),
+    ],
+)
+def test_few_tokens_take_little_more_than_their_bytes(line, share):
+    spec = spec_of(line)
+    assert spec.roofline_us(TRN2) / choose(spec, "trn2")[0].simulated_us >= share
 
 
 @pytest.mark.parametrize(
