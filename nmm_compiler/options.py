@@ -8,6 +8,7 @@ change an emitted kernel, and so belong to the cache key; all others must not.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 import types
@@ -301,9 +302,14 @@ def verdict_file(options: Options | None = None, *, to_write: bool = False) -> P
             )
         return path
     try:
-        return cache_dir(options) / "device.json"
+        return _verdicts_in(cache_dir(options))
     except CacheTrustError:
         return None
+
+
+@functools.lru_cache(maxsize=64)  # each call that looks for a kernel asks
+def _verdicts_in(folder: Path) -> Path:
+    return folder / "device.json"
 
 
 def logical_core_setting() -> int | None:
@@ -350,7 +356,13 @@ def cache_dir(options: Options | None = None) -> Path:
     Raises CacheTrustError when that needs a home directory and there is none.
     """
     _, named = _named_cache(options)
-    given, base = named or setting("NMM_CACHE_DIR"), setting("XDG_CACHE_HOME")
+    given = named or setting("NMM_CACHE_DIR")
+    return _folder(given, setting("XDG_CACHE_HOME"), os.environ.get("HOME"))
+
+
+@functools.lru_cache(maxsize=64)
+def _folder(given: str | None, base: str | None, home: str | None) -> Path:
+    """Return the cache directory of these settings; home: what "~" stands for."""
     try:
         if given:
             return Path(given).expanduser()
