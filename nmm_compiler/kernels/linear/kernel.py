@@ -157,7 +157,7 @@ def compute_block(
     if spec.x_chunk > 0:
         load_normed(
             x_sb, x, at, ends.norm_gain, ends.norm_bias, spec,
-            schedule.own_queue and not spec.mx,
+            ("scalar" if spec.x_load == "rows" else not spec.mx) if schedule.own_queue else "",
         )  # fmt: skip
     p_sb = (
         nl.ndarray((128, spec.p_tiles, at.tokens), dtype=p_type, buffer=nl.sbuf)
