@@ -163,6 +163,19 @@ def add_mx_rows(dst, w_sb, k0, rows, ns, ms, term: Term, loaded, begun):
         )
 
 
+def load_parts(term: Term, n0, columns):
+    """Return a panel of a weight of few rows, whose parts lie behind one another: so more DMA
+    engines, which belong to partitions, load it. ScalarE's queue has no other loads."""
+    wide = columns // term.plan.parts
+    tile = nl.ndarray((128, 1, wide), dtype=term.weight.dtype, buffer=nl.sbuf)
+    panel = term.weight[0 : term.plan.k, n0 : n0 + columns]
+    move(
+        tile[0 : term.plan.parts * term.plan.k, 0, 0:wide],
+        panel.reshape_dim(1, (term.plan.parts, wide)).permute((1, 0, 2)), "scalar",
+    )  # fmt: skip
+    return tile
+
+
 def add_parts(sums, w_sb, term: Term, panel: Panel, n1, tiles, tokens, begun):
     """Add p v of tiles of outputs to their sums: each part of a panel by its own partitions."""
     wide = panel.columns // term.plan.parts

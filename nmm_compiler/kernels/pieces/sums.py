@@ -8,7 +8,7 @@ import nki.isa as nisa
 import nki.language as nl
 
 from .loads_and_stores import evict, finish_columns, finish_rows, load, move
-from .mx import add_mx_rows, add_parts, load_mx_chunk, move_scales
+from .mx import add_mx_rows, add_parts, load_mx_chunk, load_parts, move_scales
 from .records import Block, Epilogue, Panel, Part, Patch, Result, Step, Term
 
 
@@ -36,19 +36,6 @@ def load_chunk(term: Term, k0, n0, columns):
             tile[0:128, 0:deep, piece * wide : (piece + 1) * wide], 0, part, term.plan.load,
             term.plan.order, term.plan.k, term.plan.queue,
         )  # fmt: skip
-    return tile
-
-
-def load_parts(term: Term, n0, columns):
-    """Return a panel of a weight of few rows, whose parts lie behind one another: so more DMA
-    engines, which belong to partitions, load it. ScalarE's queue has no other loads."""
-    wide = columns // term.plan.parts
-    tile = nl.ndarray((128, 1, wide), dtype=term.weight.dtype, buffer=nl.sbuf)
-    panel = term.weight[0 : term.plan.k, n0 : n0 + columns]
-    move(
-        tile[0 : term.plan.parts * term.plan.k, 0, 0:wide],
-        panel.reshape_dim(1, (term.plan.parts, wide)).permute((1, 0, 2)), "scalar",
-    )  # fmt: skip
     return tile
 
 
