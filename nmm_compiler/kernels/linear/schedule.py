@@ -152,7 +152,7 @@ class LinearSchedule(Schedule):
         order = FOURS if fours else layer.order if of_x else STRIDED
         # A sum takes its next product 203 ns behind the one before: of few tokens more sums fit
         # in between, and share a bank.
-        most = 4 if first or not (layer.mx or layer.combine) else 2
+        most = 6 if first or not (layer.mx or layer.combine) else 2
         share = 1 if rows else min(most, max(1, 512 // tokens))
         last = weight is linear.scaled and linear.place + 1 == len(layer.layers)
         return dataclasses.replace(
