@@ -391,6 +391,7 @@ def half(layer: Layer, split: str) -> Layer:
         x_cut = 0 if layer.x_layout == "row" else 1
         made = dataclasses.replace(layer, m=layer.m // 2, x_cut=x_cut, split=split)
         return made.each(lambda one: dataclasses.replace(one, cut=0 if one.rows else 1))
+    # each core can sum over half of x where all of its products are factors
     plain = layer.norm == "none" and (not layer.fp8 or len(layer.linears) == 1 or layer.combine)
     dense = any(one.weight.k for one in layer.linears)
     sums = plain and not dense and layer.k % 256 == 0

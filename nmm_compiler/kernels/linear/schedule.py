@@ -51,8 +51,9 @@ class LinearSchedule(Schedule):
     turned: results by rows, of a tile of tokens at most, are summed with their outputs on the
         partitions, and TensorE turns them.
     m_loop: the blocks of tokens are a loop on the device, and the program holds one of them.
-    own_queue: stores are issued by the sync engine, so that no load waits behind them, and loads of
-        short rows by the scalar engine; rows of few tokens lie in parts on the partitions.
+    own_queue: stores are issued by the sync engine, so that no load waits behind them; x of few
+        tokens comes by a queue without weights, and weights of short rows, or whose x a DMA turns,
+        by the scalar engine's; rows of few tokens lie in parts on the partitions.
     split: how two cores share the kernel: "tokens" or "weights"; "" for one core.
     """
 

@@ -165,7 +165,7 @@ def add_mx_rows(dst, w_sb, k0, rows, ns, ms, term: Term, loaded, begun):
 
 def load_parts(term: Term, n0, columns):
     """Return a panel of a weight of few rows, whose parts lie behind one another: so more DMA
-    engines, which belong to partitions, load it. ScalarE's queue has no other loads."""
+    engines, which belong to partitions, load it."""
     wide = columns // term.plan.parts
     tile = nl.ndarray((128, 1, wide), dtype=term.weight.dtype, buffer=nl.sbuf)
     panel = term.weight[0 : term.plan.k, n0 : n0 + columns]
