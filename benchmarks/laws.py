@@ -86,7 +86,7 @@ def _clock_without_sums(self: Any, target: Target, slots: Any) -> None:
 
 def _clock_that_stays_warm(self: Any, target: Target, slots: Any) -> None:
     _CLOCK(self, target, slots)
-    self.window = 1e30
+    self.looked_at = 1e30
 
 
 def _no_store_put_off(self: Any, dma: Any) -> None:
@@ -117,6 +117,11 @@ RULES: dict[str, tuple[Any, str, Any]] = {
     "work in pieces": (resources.Slots, "squeeze", resources.Slots.place),
     "a sum waits for its first column": (schedule.TensorClock, "__init__", _clock_without_sums),
     "the clock falls when idle": (schedule.TensorClock, "__init__", _clock_that_stays_warm),
+    "a product counts by its rows": (
+        costs.InstructionTime,
+        "spare",
+        property(lambda self: 0.0, lambda self, value: None),
+    ),
     "fast modes": (cycles, "_fast_mode", lambda target, instruction, engine: 1.0),
     "GpSimd's descriptors in one queue": (costs, "_issue", _own_queues),
 }

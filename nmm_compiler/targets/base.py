@@ -72,8 +72,6 @@ class Target:
     tensor_interval_overhead_cycles: int
     tensor_fp32_overhead_cycles: int
     tensor_fp32_min_columns: int
-    tensor_fp32_short_rows: int
-    tensor_fp32_short_factor: float
     tensor_latency_seconds: float
     stationary_load_speedup: float
     tensor_ramp_seconds: float

@@ -48,8 +48,6 @@ TARGET = TRN2.variant(
         340, "fp32 512-column matmul about 853 ns against 731 ideal"
     ),
     tensor_fp32_min_columns=documented(64, "nki_perf_guide: MM interval max(N, 64)"),
-    tensor_fp32_short_rows=assumed(0, "nothing measured for short contractions"),
-    tensor_fp32_short_factor=assumed(1.0, "nothing measured for short contractions"),
     tensor_latency_seconds=documented(
         64 / 2.8e9, "trainium_inferentia2_arch: MM_INIT_LATENCY, 64 cycles"
     ),

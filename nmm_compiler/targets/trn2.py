@@ -54,12 +54,6 @@ TARGET = Target.of(
     tensor_fp32_min_columns=measured(
         128, "isolated instruction probes: fp32 matmuls issue every 4 max(N, 128) + 24 cycles"
     ),
-    tensor_fp32_short_rows=measured(
-        64, "isolated instruction probes: K = 64 issues every 1707 ns, K = 128 every 860"
-    ),
-    tensor_fp32_short_factor=measured(
-        2.0, "isolated instruction probes: K = 64 issues every 1707 ns, K = 128 every 860"
-    ),
     tensor_latency_seconds=measured(
         0.203e-6, "isolated instruction probes: a bf16 matmul completes 203 ns after its columns"
     ),

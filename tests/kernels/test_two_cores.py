@@ -160,7 +160,7 @@ WIDE = "lowrank k=2048 r=1280 n=8192 x_layout=col"
         pytest.param(f"{WIDE} m=1024", "tokens", 1.85, marks=pytest.mark.long),
         # whole groups need no exchange, so only starts and ends of a kernel do not shrink
         (f"{ATTENTION} m=1 context=16384", "heads", 1.5),
-        (f"{ATTENTION} m=512", "heads", 1.5),
+        (f"{ATTENTION} m=1024", "heads", 1.5),
     ],
 )
 def test_two_cores_take_about_half_of_the_time(line, split, least):

@@ -58,21 +58,15 @@ def tensor_cost(target: Target, instruction: Instruction) -> Cost:
     MultiplyMoving issues every max(N, 64) cycles; fp32 takes four passes.
 
     The next LoadStationary runs behind it at up to four times the speed, so it shows only when
-    the stationary tile has more than four times the columns of the moving one. fp32 also pays
-    for a short contraction.
+    the stationary tile has more than four times the columns of the moving one.
     """
     attributes = instruction.attributes
     columns = max(attributes["n"], target.tensor_min_interval_cycles)
     columns = max(columns, attributes["m"] / target.stationary_load_speedup)
     if tensor_dtype(instruction) == "float32":
-        transpose = attributes.get("is_transpose")
-        factor = target.fp32_pass_factor
-        if transpose and target.tensor_transpose_mode:
-            factor /= 2.0
-        elif attributes.get("k", target.partitions) <= target.tensor_fp32_short_rows:
-            factor *= target.tensor_fp32_short_factor
-        elif attributes.get("onezero"):
-            factor /= 2.0  # an operand of ones and zeros needs no low half
+        # an operand of ones and zeros needs no low half, nor does what is only moved
+        moved = target.tensor_transpose_mode and attributes.get("is_transpose")
+        factor = target.fp32_pass_factor / (2.0 if moved or attributes.get("onezero") else 1.0)
         columns = max(columns, target.tensor_fp32_min_columns)
         cycles = factor * columns + target.tensor_fp32_overhead_cycles
     else:
@@ -282,8 +276,10 @@ class InstructionTime:
     engine: where it runs, as an index of ENGINES: where the trace says, or the compiler puts it.
     interval, latency: as in costs.py.
     table: the activation function whose table it needs, "" for none. dma: the cost of a transfer.
-    memories: of its operands.
+    memories: of its operands. spare: the part of TensorE's rows that a float32 product leaves idle.
     """
+
+    spare = 0.0
 
     def __init__(self, target: Target, instruction: Instruction) -> None:
         self.first, self.count = instruction, 0
@@ -299,6 +295,8 @@ class InstructionTime:
             self.dma = dma_cost(target, instruction)
         elif self.engine == TENSOR:
             self.interval, self.latency = tensor_cost(target, instruction)
+            if tensor_dtype(instruction) == "float32":
+                self.spare = max(0.0, 1.0 - instruction.attributes["k"] / target.partitions)
         else:
             self.interval, self.latency = other_cost(target, instruction, ENGINES[self.engine])
             name = instruction.attributes.get("function", "")

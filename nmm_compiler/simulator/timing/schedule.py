@@ -10,8 +10,10 @@ write after write), plus the time a semaphore takes when the two are on differen
 same engine program order already gives the last two: so TensorE, which reads SBUF and writes PSUM,
 never waits for itself.
 
-TensorE's clock runs at half until `tensor_ramp_seconds` of work are done, and starts again when
-utilization over about that time falls below half.
+TensorE's clock runs at half until `tensor_ramp_seconds` of work are done, and again when less than
+half of the array works in a window of that length: a float32 product counts by the part of the rows
+that it uses. Products that come later in the program fill gaps; a clock that such a gap has slowed
+is at full speed again from there on.
 
 `nmm_compiler.targets` says which constants are documented, measured or assumed; docs/timing.md says
 what is not modelled.
@@ -452,11 +454,11 @@ class TensorClock:
         self.slots = slots
         self.sums: dict[tuple[int, int, int], float] = {}
         self.fill_us = target.tensor_latency_seconds * US
-        # work done since the array was cold, recent utilization and until when
+        # net work since the array was cold, when it was found cold and was last looked at, and
+        # the mean part of its rows that is not in use
         self.ramp_us = target.tensor_ramp_seconds * US
         self.start_fraction = target.tensor_ramp_start_fraction
-        self.window = self.ramp_us / (2.0 * math.log(2.0))
-        self.ramp_done = self.utilization = self.utilization_at = self.throttled_us = 0.0
+        self.ramp_done = self.cold_at = self.looked_at = self.spare = self.throttled_us = 0.0
 
     def book(
         self, work: InstructionTime, into: tuple[int, int, int], ready: float, in_order: bool
@@ -470,24 +472,33 @@ class TensorClock:
         adds, tail = self.sums.get(into, 0.0), slots.starts[-1]
         begin = ready if ready > adds else adds
         if ramp_us:
-            gap = (begin if begin > tail else tail) - self.utilization_at
-            used = self.utilization
-            if gap > 0.0:
-                used *= math.exp(-gap / self.window)
-                if used < 0.5:
-                    self.ramp_done = 0.0
+            now = begin if begin > tail else tail
+            if self.ramp_done < ramp_us:
+                if begin < tail and self.cold_at and not self._idles(self.cold_at):
+                    self.ramp_done = ramp_us  # products that are booked since have filled the gap
+            elif now > self.looked_at + 0.25 * ramp_us:
+                self.looked_at = now
+                if self._idles(now):
+                    self.ramp_done, self.cold_at = 0.0, now
             if self.ramp_done < ramp_us:
                 interval /= self.start_fraction
                 self.throttled_us += interval - work.interval
-                self.ramp_done += interval
+                self.ramp_done = max(0.0, self.ramp_done + interval * (1.0 - 2.0 * work.spare))
+            self.spare += (work.spare - self.spare) * interval / ramp_us
         begin = slots.append(begin, interval) if in_order else slots.squeeze(begin, interval)
-        tail = slots.starts[-1]
-        if ramp_us and tail > self.utilization_at:
-            self.utilization = 1.0 - (1.0 - used) * math.exp(-interval / self.window)
-            self.utilization_at = tail
         free = begin + interval
         self.sums[into] = free if interval > self.fill_us else begin + self.fill_us
         return begin, free, free + (work.latency - work.interval)
+
+    def _idles(self, stop: float) -> bool:
+        """Return whether less than half of the array works in the window before a time."""
+        start, idle, starts, stops = stop - self.ramp_us, 0.0, self.slots.starts, self.slots.stops
+        place = bisect.bisect_left(starts, stop) - 1
+        while place >= 0 and stops[place] > start:
+            first, last = starts[place], stops[place]
+            idle += (last if last < stop else stop) - (first if first > start else start)
+            place -= 1
+        return (self.ramp_us - idle) * (1.0 - self.spare) < 0.5 * self.ramp_us
 
 
 def check_dependencies(trace: Trace) -> None:
